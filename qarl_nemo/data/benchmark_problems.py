@@ -19,13 +19,15 @@ def _in_braces(depth: int) -> str:
 
 
 _MAX_QUOTED = 200
-_LETTER = r"(?:(?i:option|choice)\s*)?\(?([A-Z])\)?(?![\w'])"
-# What may stand before a letter: a colon, LaTeX's and Markdown's \textbf{, \(, **. It takes all space there: with two
-# ways to read it, a response that ends in nothing else would take for ever.
-_MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s:*${])*"
+# A small letter counts in parentheses: `is a dog` chooses nothing.
+_EITHER = r"(?:[A-Z]|(?<=\()[a-z](?=\)))"
+_LETTER = rf"(?:(?i:option|choice)\s*)?\(?({_EITHER})\)?(?![\w'])"
+# What may stand before a letter: a colon, quotes, LaTeX's and Markdown's \textbf{, \(, **. It takes all space there:
+# with two ways to read it, a response that ends in nothing else would take for ever.
+_MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s:*${`\"\[])*"
 # A box that was cut off ends with the response; in braces at most four deep.
 _BOX = re.compile(rf"\\boxed\s*\{{({_in_braces(4)})")
-_BOX_MARKUP = re.compile(r"\\boxed\s*|\\(?:text|math|rm|bf)[a-z]*|\\[()\[\]{},;:! ]|[{}$*~]")
+_BOX_MARKUP = re.compile(r"\\boxed\s*|\\(?:text|math|rm|bf)[a-z]*|\\[()\[\]{},;:! ]|[{}$*~`\"\[\]]")
 # Spaces that markup leaves: (\text{C}).
 _IN_PARENTHESES = re.compile(r"(?<=\()\s+|(?<!\s)\s+(?=\))")
 # What joins letters takes all space between them: with two ways to read each gap, a long list would take for ever.
@@ -47,10 +49,10 @@ _SAID = r"(?i:(?<!each )(?<!every )answer|(?:correct|right|best|final)\s+(?:opti
 _SAID_LETTER = re.compile(rf"{_SAID}(?i:\s+(?:is|would be))?{_MARKUP}(?:(?i:either|both)\b{_MARKUP})?{_LETTER}")
 # What else that statement names, up to its end: `C, and A is wrong` and `B, I think` name one.
 _SAID_OTHERS = re.compile(
-    rf"(?=[\s)]*(?:[,;/&+|]|and\b|or\b))(?:{_JOINED}{_NAMED}[A-Z](?![\w'-]))+"
+    rf"(?=[\s)]*(?:[,;/&+|]|and\b|or\b))(?:{_JOINED}{_NAMED}{_EITHER}(?![\w'-]))+"
     r"(?=\)?\s*(?:$|[.,;:!?)]|(?:because|since|as|but)\b))"
 )
-_ONE_LETTER = re.compile(r"\b[A-Z]\b")
+_ONE_LETTER = re.compile(r"\b[A-Za-z]\b")
 _BARE_LETTER = re.compile(rf"\s*{_LETTER}[.\s]*")
 
 
@@ -133,7 +135,7 @@ def chosen_letter(response: str) -> str | None:
 
     Returns:
         The letter in the last `\boxed{}` that has one, of either case; where there is no such box, or it holds only a
-        small letter, that of the last "answer is B" or "answer: (B)"; or the letter that is the whole response. None if
+        small letter, that of the last "answer is B" or "answer: (b)"; or the letter that is the whole response. None if
         there is none of these, or several letters in that box or beside that answer.
     """
     said = list(_SAID_LETTER.finditer(response))
@@ -147,14 +149,16 @@ def chosen_letter(response: str) -> str | None:
     if said:
         return _said_letter(said[-1])
     bare = _BARE_LETTER.fullmatch(response)
-    return bare[1] if bare else None
+    return bare[1].upper() if bare else None
 
 
 def _said_letter(said: re.Match[str]) -> str | None:
     """Return the letter that a statement says; None if it names others beside it."""
     rest = _BOX_MARKUP.sub(" ", said.string[said.end() :])
     others = _SAID_OTHERS.match(rest)
-    return None if others and set(_ONE_LETTER.findall(others[0])) - {said[1]} else said[1]
+    named = {letter.upper() for letter in _ONE_LETTER.findall(others[0])} if others else set()
+    letter = said[1].upper()
+    return None if named - {letter} else letter
 
 
 def _records(benchmark: Benchmark, path: Path | None) -> Iterator[tuple[str, Any]]:
