@@ -7,6 +7,7 @@ the program that they run.
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+# It warns of each response that it gives up, after five seconds, with all of its text.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 # A dollar sign that opens LaTeX, not an amount of money.
 _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 # The parser takes a full stop before the last closing brace for a part of the answer.

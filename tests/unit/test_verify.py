@@ -4,6 +4,7 @@ import math_verify
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from math_verify.errors import TimeoutException
 
 from qarl_nemo import verify
 from qarl_nemo.verify import reward, rewards
@@ -83,6 +84,15 @@ def test_wrong_answers(response, answer):
 )
 def test_garbage_earns_nothing_and_raises_nothing(response):
     assert reward(response, "7") == 0.0
+
+
+def test_a_response_that_is_given_up_earns_nothing_and_is_not_shown(monkeypatch, caplog):
+    def give_up(*_args, **_kwargs):
+        raise TimeoutException
+
+    monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", give_up)
+    assert reward("a response that takes too long", "7") == 0.0
+    assert not caplog.records
 
 
 def test_plain_integers_need_no_parser(monkeypatch):
