@@ -62,19 +62,28 @@ class RewardFunction:
                 value = self._function(**{name: named.get(name, record.get(name)) for name in self._verl})
             else:
                 value = self._function(*arguments)
-            number = float(value["score"] if isinstance(value, Mapping) else value)
         # A function that runs what a model wrote may meet its exit().
         except (Exception, SystemExit) as error:
             raise ValueError(
                 f"reward function {self.path} failed with {type(error).__name__}: {str(error)[:_MAX_QUOTED]} {quoted}; "
                 "QARL_DEBUG=1 shows the traceback"
             ) from error
-        if not abs(number) <= _LARGEST:
+        number = _number(value)
+        if number is None or not abs(number) <= _LARGEST:
             raise ValueError(
-                f"reward function {self.path} returned {value!r} {quoted}; it must be a number of at most {_LARGEST:g} "
-                "in size"
+                f"reward function {self.path} returned {str(value)[:_MAX_QUOTED]} {quoted}; it must be a number of at "
+                f"most {_LARGEST:g} in size, or a mapping whose `score` is one"
             )
         return number
+
+
+def _number(value: Any) -> float | None:
+    """Return what a function returned as a number; None if it is none."""
+    try:
+        return float(value["score"] if isinstance(value, Mapping) else value)
+    # Its type may be anybody's.
+    except Exception:  # noqa: BLE001
+        return None
 
 
 def _load(path: str) -> Any:

@@ -35,6 +35,7 @@ def with_option(response, answer, strict=False):
 def needs_more(data_source, solution_str, ground_truth, threshold): return 1
 def one(response): return 1
 def fails(response, answer): return {}[answer]
+def no_score(response, answer): return {"acc": 1.0}
 def not_a_number(response, answer): return float("nan")
 def nothing(response, answer): pass
 def leaves(response, answer): exit()
@@ -93,7 +94,8 @@ def test_what_cannot_be_called_is_refused_at_the_start(path, said):
     ("name", "said"),
     [
         ("fails", "failed with KeyError: '46' for the answer '46' and the response 'so 46'"),
-        ("nothing", "failed with TypeError"),
+        ("nothing", "returned None for the answer '46' .*; it must be a number of at most 1e.18 in size, or a mapping"),
+        ("no_score", "returned {'acc': 1.0} for the answer '46' .*, or a mapping whose `score` is one$"),
         ("leaves", "failed with SystemExit"),
         ("not_a_number", "returned nan"),
     ],
