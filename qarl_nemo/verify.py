@@ -25,6 +25,8 @@ _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 _STOP_IN_BOX = re.compile(r"\.\s*\}(?=[^{}]*\Z)")
 # Space below a matrix's row, which the parser takes for factors of the next one.
 _ROW_SPACE = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
+# Where a response loops in line ends, the parser takes longer than its five seconds.
+_LONG_SPACE = re.compile(r"(\s\s)\s+")
 # A space between thousands (`12\,500`), which the parser takes for a product.
 _THOUSANDS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d{3}(?!\d))")
 # A number as programs write it, which the parser knows with a capital E alone; `2e-1` may as well be 2 e - 1.
@@ -114,7 +116,8 @@ def _verified(response: str, answer: str) -> float:
 
 
 def _as_parsed(text: str) -> str:
-    return _EXPONENT.sub(r"\1E", _THOUSANDS.sub("", _ROW_SPACE.sub(" ", text)))
+    text = _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", text))
+    return _EXPONENT.sub(r"\1E", _THOUSANDS.sub("", text))
 
 
 def _without_stop(text: str) -> str:

@@ -95,6 +95,11 @@ def test_a_response_that_is_given_up_earns_nothing_and_is_not_shown(monkeypatch,
     assert not caplog.records
 
 
+def test_a_response_that_loops_in_line_ends_keeps_its_answer():
+    assert reward("It is 5" + "\n" * 60_000 + "x", "5") == 1.0
+    assert reward("It is 6" + " \n" * 30_000 + "x", "5") == 0.0
+
+
 def test_plain_integers_need_no_parser(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("the parser ran")
