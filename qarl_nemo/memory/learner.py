@@ -38,6 +38,8 @@ class Learner:
         nested_in: the finer format whose codes it stores; None: the format's own.
         optimizer_whole: whether every data parallel rank holds all of the state, rather than its share.
         precision_aware: whether Adam takes BF16 gradients as they are; Muon takes FP32 copies.
+        kronecker: whether each matrix [M, N] outside embedding and head also has SOAP's four square ones in FP32, a
+            factor and its eigenvectors for each side.
     """
 
     format: str | None = DEFAULT_FORMAT
@@ -54,6 +56,7 @@ class Learner:
     nested_in: str | None = None
     optimizer_whole: bool = False
     precision_aware: bool = True
+    kronecker: bool = False
 
     def __post_init__(self) -> None:
         fmt = find_format(self.format or "")
@@ -221,12 +224,26 @@ def _optimizer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> 
     if learner.optimizer == "muon":
         # Adam has a second moment of them.
         held += FP32 * _no_hidden_matrices(model, ranks) / shards[1]
+    if learner.kronecker:
+        squares = _squared_sides(model, ranks)
+        held += 2 * FP32 * (squares[0] / shards[0] + squares[1] / shards[1])
     copies = learner.optimizer == "muon" or (learner.optimizer == "adam" and not learner.precision_aware)
     if not copies or learner.gradient_bytes == FP32:
         return held, 0.0
     # Megatron makes all of them before it steps a parameter. What was measured beside them is as much as the largest
     # table takes in FP32.
     return held, FP32 * (stepped + model.vocab_size * model.hidden / ranks.tp / shards[1])
+
+
+def _squared_sides(model: ModelSize, ranks: Parallelism) -> tuple[float, float]:
+    """Sum M^2 + N^2 over a rank's parts of experts' matrices [M, N], and over those of attention, MLP and router."""
+    queries, keys, parts = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, _shares(ranks)
+    inner = model.inner / (ranks.etp if model.num_experts else parts["mlp"])
+    block = 5 * inner**2 + 2 * model.hidden**2
+    attention = ((queries + 2 * keys) ** 2 + queries**2) / parts["attention"] ** 2 + 2 * model.hidden**2
+    router = model.num_experts**2 + model.hidden**2 if model.num_experts else 0
+    layers = ranks.stage_layers(model.num_layers)
+    return layers * model.num_experts / ranks.ep * block, layers * (attention + (router or block))
 
 
 def _shares(ranks: Parallelism) -> dict[str, int]:

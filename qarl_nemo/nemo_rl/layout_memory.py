@@ -188,6 +188,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         targets=tuple(qarl.targets),
         keep_operand=qarl.keep_operand,
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
+        kronecker=look_up(megatron, "optimizer.optimizer", "") == "soap",
         precision_aware=bool(look_up(megatron, "optimizer.use_precision_aware_optimizer", False)),
         optimizer_whole=not _is_distributed(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
@@ -210,8 +211,12 @@ def _served(qarl: Any) -> Learner:
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
     if optimizer.get("optimizer_cpu_offload") and optimizer.get("optimizer_offload_fraction") == 1.0:
         return "offloaded"
-    # SGD keeps no more: master and momentum.
-    if any(name in str(optimizer.get("optimizer", "")) for name in ("muon", "sgd")):
+    name, moments = str(optimizer.get("optimizer", "")), optimizer.get("adaptive_muon_moment2_method", "adamuon")
+    # Its other methods keep no second moment of each element.
+    if name == "adaptive_muon" and moments == "adamuon":
+        return "adam"
+    # SGD and Lion keep no more: master and momentum.
+    if any(one in name for one in ("muon", "sgd", "lion")):
         return "muon"
     return "adam_bf16" if has_16_bit_moments(optimizer) else "adam"
 

@@ -67,11 +67,13 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
     learner = learner_of(config, qarl)
     if budget.trains and learner.recompute == "none":
         fixes.append(f"{_GRANULARITY}=full" if look_up(config, _RECOMPUTE, False) else f"{_RECOMPUTE}=true")
-    if budget.trains and learner.optimizer_whole:
+    name = look_up(config, f"{OPTIMIZER}.optimizer", "adam")
+    # Megatron divides no other's among ranks.
+    if budget.trains and learner.optimizer_whole and name in ("adam", "sgd", "muon"):
         fixes.append(f"use_distributed_optimizer=true (of Muon: optimizer=dist_muon) in {OPTIMIZER}")
     if budget.trains and needed.learner.fp32_gradients_help:
         fixes.append(f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32=true")
-    if budget.trains and learner.optimizer == "adam":
+    if budget.trains and learner.optimizer == name == "adam":
         keys = ", ".join(f"{key}=bfloat16" for key in MOMENTS)
         fixes.append(f"use_precision_aware_optimizer=true, {keys} in {OPTIMIZER}")
     advice = f"set {', '.join(fixes)}, or take" if fixes else "take"

@@ -1,12 +1,15 @@
 """What the optimizer's state takes on a GPU, and whether it stays beside an engine there."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 for every test
 from test_nemo_rl_config import problems
 
 from qarl_nemo.config import ConfigError
-from qarl_nemo.memory import GIB
+from qarl_nemo.memory import GIB, Learner, ModelSize, Parallelism, rank_memory
 from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.budgets import largest_share
 from qarl_nemo.nemo_rl.config import apply_qarl
@@ -33,6 +36,69 @@ def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank(optimizer, 
     parts = needed_memory(values, NemoQarlConfig.model_validate(values["qarl"]), optimizer_stays=False).learner.parts
     assert parts["optimizer"] == pytest.approx(parts["weights"] / 2 * parameter_bytes, rel=1e-3)
     assert optimizer != "adam" or any("use_distributed_optimizer=true (of" in line for line in problems(values))
+
+
+# What Megatron-core 0.20 and Emerging-Optimizers 0.3.0 held of this model in FP32 masters and state after a step.
+HELD_BYTES = {
+    "adam": 10_256_640,
+    "muon": 6_914_304,
+    "adaptive_muon": 10_256_640,
+    "normuon": 6_940_928,
+    "lion": 6_906_112,
+    "soap": 26_051_840,
+}
+TINY = {
+    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 128, "num_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def state_bytes(tmp_path, optimizer) -> float:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    layout = {f"policy.megatron_cfg.{name}": 1 for name in ("tensor_model_parallel_size", "expert_model_parallel_size")}
+    said = {OPTIMIZER: optimizer | {"use_distributed_optimizer": False}, "policy.model_name": str(tmp_path)}
+    values = launch(**said | layout | {"cluster": {"num_nodes": 1, "gpus_per_node": 1}})
+    qarl = NemoQarlConfig.model_validate(values["qarl"])
+    return needed_memory(values, qarl, optimizer_stays=False).learner.parts["optimizer"]
+
+
+@pytest.mark.parametrize("name", HELD_BYTES)
+def test_every_optimizer_has_the_state_that_megatron_keeps(tmp_path, name):
+    optimizer = {"optimizer": name}
+    if name == "normuon":
+        optimizer = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": name}
+    assert state_bytes(tmp_path, optimizer) == pytest.approx(HELD_BYTES[name], rel=0.01)
+    other = "soap" if name == "adam" else "adam"
+    assert name == "adaptive_muon" or state_bytes(tmp_path, {"optimizer": other}) != pytest.approx(
+        HELD_BYTES[name], rel=0.01
+    )
+
+
+def test_ranks_have_parts_of_soaps_matrices():
+    model = ModelSize(num_layers=2, hidden=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64, inner=128)
+    model = replace(model, num_experts=8, top_k=2)
+
+    def squares(ranks: Parallelism) -> float:
+        held = [
+            rank_memory(model, ranks, Learner(optimizer_whole=True, kronecker=one)).parts["optimizer"]
+            for one in (True, False)
+        ]
+        return held[0] - held[1]
+
+    dense = 2 * (128**2 + 128**2 + 64**2 + 128**2 + 8**2 + 128**2)
+    experts = 2 * 8 * (256**2 + 128**2 + 128**2 + 128**2)
+    assert squares(Parallelism(1)) == 8 * (dense + experts)
+    assert squares(Parallelism(4, ep=4)) == 8 * (dense + experts / 4)
+    halved = 2 * (64**2 + 128**2 + 32**2 + 128**2 + 8**2 + 128**2)
+    assert squares(Parallelism(2, tp=2)) == 8 * (halved + experts)
+
+
+def test_no_smaller_moments_are_advised_to_other_optimizers():
+    said = {"optimizer": "soap", "use_distributed_optimizer": False}
+    (line, *_) = [line for line in problems(launch(**{OPTIMIZER: said})) if line.startswith("memory: policy.train")]
+    assert "exp_avg" not in line
+    assert "use_distributed_optimizer" not in line
 
 
 def test_parameters_can_leave_only_with_a_distributed_optimizer():
