@@ -25,7 +25,9 @@ class StrictModel(BaseModel):
     @classmethod
     def _is_number(cls, key: str) -> bool:
         field = cls.model_fields.get(key)
-        kinds = {field.annotation, *get_args(field.annotation)} if field else set()
+        forms = (field.annotation, *get_args(field.annotation)) if field else ()
+        # A form may have bounds of its own: `Annotated[float, Field(ge=1)] | None`.
+        kinds = {getattr(form, "__origin__", form) for form in forms}
         return bool(kinds & {int, float}) and bool not in kinds
 
     @classmethod

@@ -291,6 +291,11 @@ def test_true_and_false_are_no_numbers_and_a_folder_has_a_name():
         ({"seed": True}, "seed=true is no number"),
         ({"grpo": {"max_num_steps": False, "val_period": True}}, "max_num_steps=false is no number; val_period=true"),
         ({"num_threads": True}, "num_threads=true is no number"),
+        # As a number it would be the scale that changes nothing.
+        (
+            {"policy": {"optimizer": {"name": "adamw", "update_aware_scale": True}}},
+            "update_aware_scale=true is no number",
+        ),
         ({"run_dir": ""}, "a run's folder needs a name"),
     ):
         with pytest.raises(ConfigError, match=said):
