@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from qarl_nemo.metrics.results import Figure
 from qarl_nemo.train.checkpoint import checkpoint_dir, checkpoint_steps
+from qarl_nemo.train.config import ModelInit
+from qarl_nemo.train.model import tiny_config
+from qarl_nemo.train.tokenizer import character_tokenizer
 from support.megatron.results import keep_megatron
 from support.needs import MEGATRON
 from support.programs import environment, run_program
-from support.runs import QARL, STEPS, read_metrics, train, without_clocks, write_config
+from support.runs import BASE, QARL, STEPS, read_metrics, train, without_clocks, write_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -164,6 +169,29 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
     shutil.rmtree(checkpoint_dir(tmp_path / "run", STEPS))
     assert checkpoint_steps(tmp_path / "run") == [2]
     assert train_megatron(tmp_path / "run", ranks=2) == whole
+
+
+def test_a_tied_head_is_trained_and_saved(tmp_path):
+    tokenizer = character_tokenizer()
+    hf = tiny_config(ModelInit(**BASE["policy"]["model_init"] | MODEL), tokenizer)
+    hf.tie_word_embeddings = True
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(hf).save_pretrained(tmp_path / "tied")
+    tokenizer.save_pretrained(tmp_path / "tied")
+    # With smaller steps fewer weights lie on a tie, where other orders of sums round otherwise.
+    policy = {"model_init": None, "model_path": str(tmp_path / "tied"), "optimizer": {"lr": 1e-4}}
+    train(tmp_path / "expected", policy=policy)
+    found = train_megatron(tmp_path / "run", policy=policy)
+    assert largest_difference(found, without_clocks(read_metrics(tmp_path / "expected"))) < SUMS_DIFFER
+    start, wanted, saved = (
+        load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        for folder in (
+            tmp_path / "tied",
+            *(checkpoint_dir(tmp_path / run, STEPS) / "model" for run in ("expected", "run")),
+        )
+    )
+    assert torch.allclose(saved, wanted, rtol=0, atol=1e-5)
+    assert not torch.allclose(saved, start, rtol=0, atol=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,10 @@ def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> L
     whole = None if model is None else model.to("cpu")
 
     def save_model(parameters: dict[str, Tensor], folder: Path) -> None:
-        whole.load_state_dict(parameters)
+        with torch.no_grad():
+            # By parameters, of which a tied head is none.
+            for name, parameter in whole.named_parameters():
+                parameter.copy_(parameters[name])
         whole.save_pretrained(folder)
 
     policy = MegatronPolicy(
