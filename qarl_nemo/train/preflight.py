@@ -21,6 +21,7 @@ from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
 from qarl_nemo.train.engine_attention import require_attention
 from qarl_nemo.train.megatron.needs import require_machine
+from qarl_nemo.train.megatron.sizes import require_sizes
 from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
 from qarl_nemo.train.packed_base import require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
@@ -104,6 +105,7 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
         return None, errors
     if config.policy.megatron_cfg is not None:
         catch(errors, require_translatable, hf)
+    catch(errors, require_sizes, config.policy, hf)
     catch(errors, _require_weights, config)
     made = catch(errors, _empty_model, config)
     tasks = _tasks(config, hf, errors)

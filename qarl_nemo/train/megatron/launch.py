@@ -24,6 +24,7 @@ from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.megatron.optimizer import MegatronStepper, optimizer_settings
 from qarl_nemo.train.megatron.policy import MegatronPolicy
 from qarl_nemo.train.megatron.ranks import Leader, broadcast_each, end_ranks, follow, launch_ranks, start_ranks
+from qarl_nemo.train.megatron.sizes import require_sizes
 from qarl_nemo.train.model import read_config
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run import train_run
@@ -39,8 +40,10 @@ def train_with_megatron(config: LocalConfig) -> None:
     """Run `policy.megatron_cfg`'s ranks, one for each GPU: the first runs the loop, the others follow it.
 
     Raises:
+        ValueError: the ranks cannot share the model.
         RuntimeError: a rank failed; its own error was printed.
     """
+    require_sizes(config.policy, read_config(config.policy))
     ranks = config.policy.megatron_cfg.num_gpus
     if ranks == 1:
         train_this_rank(config)
