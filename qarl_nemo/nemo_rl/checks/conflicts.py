@@ -7,6 +7,7 @@ from typing import Any
 from qarl_formats import get_format, served_formats
 from qarl_nemo.files import FileError
 from qarl_nemo.losses.config import LossConfig
+from qarl_nemo.nemo_rl.checks.attention import attention_conflicts
 from qarl_nemo.nemo_rl.checks.batches import count_problems
 from qarl_nemo.nemo_rl.checks.data import data_conflicts
 from qarl_nemo.nemo_rl.checks.engine import (
@@ -140,6 +141,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *resume_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),
+        *([] if unknown else attention_conflicts(config, qarl)),
         *(layout := layout_conflicts(config, qarl, model)),
         # Memory can be computed only for a layout that is possible.
         *([] if unknown or layout else memory_conflicts(config, qarl)),

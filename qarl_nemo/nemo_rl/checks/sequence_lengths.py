@@ -49,18 +49,29 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     Returns:
         Tokens; None if it is not plain from these keys.
     """
-    positions, scalings = model.get("max_position_embeddings"), [model.get(key) for key in _SCALINGS if model.get(key)]
-    if not isinstance(positions, int) or model.get("model_max_length") or len(scalings) > 1:
+    positions, given = model.get("max_position_embeddings"), [key for key in _SCALINGS if model.get(key)]
+    if not isinstance(positions, int) or model.get("model_max_length") or len(given) > 1:
         return None
-    scaling = scalings[0] if scalings else {}
-    if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
+    plain = scalings_of(model)
+    if len(plain) < len(given):
         return None
+    scaling = plain[given[0]] if given else {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in _WHOLE:
         return positions
     base = scaling.get("original_max_position_embeddings") if kind == "yarn" else positions
     factor = scaling.get("factor") or 1.0
     return int(base * factor) if isinstance(base, int) and isinstance(factor, int | float) else None
+
+
+def scalings_of(model: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return what a model's config.json says of its rotation by the keys that say it, where that is for all layers."""
+    found = {key: model.get(key) for key in _SCALINGS}
+    return {
+        key: scaling
+        for key, scaling in found.items()
+        if isinstance(scaling, Mapping) and scaling and not any(isinstance(one, Mapping) for one in scaling.values())
+    }
 
 
 def _is_allowed(config: Mapping[str, Any]) -> bool:
