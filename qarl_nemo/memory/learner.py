@@ -40,6 +40,7 @@ class Learner:
         precision_aware: whether Adam takes BF16 gradients as they are; Muon takes FP32 copies.
         kronecker: whether each matrix [M, N] outside embedding and head also has SOAP's four square ones in FP32, a
             factor and its eigenvectors for each side.
+        sequence_parallel: whether tensor parallel ranks share what lies between attention and MLP.
     """
 
     format: str | None = DEFAULT_FORMAT
@@ -57,6 +58,7 @@ class Learner:
     optimizer_whole: bool = False
     precision_aware: bool = True
     kronecker: bool = False
+    sequence_parallel: bool = True
 
     def __post_init__(self) -> None:
         fmt = find_format(self.format or "")
@@ -276,21 +278,26 @@ def _activations(model: ModelSize, ranks: Parallelism, learner: Learner, layers:
     if learner.recompute == "none":
         return ranks.pp * layers * layer, working
     # A layer is computed again when the logits are gone.
-    inputs = BF16 * learner.tokens / ranks.cp / ranks.tp * model.hidden
-    return ranks.pp * layers * inputs, layer + working
+    return ranks.pp * layers * BF16 * _shared_tokens(ranks, learner) * model.hidden, layer + working
+
+
+def _shared_tokens(ranks: Parallelism, learner: Learner) -> float:
+    return learner.tokens / ranks.cp / (ranks.tp if learner.sequence_parallel else 1)
 
 
 def _layer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> tuple[float, float]:
     """Return what a layer saves for its backward, and what that needs beside it."""
-    # Sequence-parallel ranks share the activations between attention and MLP.
-    tokens = learner.tokens / ranks.cp / ranks.tp
+    tokens, shared = learner.tokens / ranks.cp / ranks.tp, _shared_tokens(ranks, learner)
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # What is saved: the layer's input and its norm; q, k and v before and after norm and rotation; attention's output;
     # the second norm's input and output.
-    attention = BF16 * (4 * model.hidden + 2 * (queries + keys) + keys + queries)
-    layer = tokens * (attention + FP32 * 2 * model.num_experts)
+    layer = BF16 * (shared * 4 * model.hidden + tokens * (2 * (queries + keys) + keys + queries))
+    layer += shared * FP32 * 2 * model.num_experts
+    # Of a norm's output an aligned linear keeps all tokens, which Megatron's own gathers again.
+    aligned = [target for target in ("attention", "mlp") if target in learner.targets and model.linears[target]]
+    layer += BF16 * (tokens * ranks.tp - shared) * model.hidden * (len(aligned) if learner.format else 0)
     # Gradients of the layer's output, input and residuals.
-    working = BF16 * tokens * 4 * model.hidden
+    working = BF16 * shared * 4 * model.hidden
     if model.num_experts:
         rows = tokens * model.top_k * ranks.etp * learner.busiest
         fmt = learner.record if "experts" in learner.targets else None

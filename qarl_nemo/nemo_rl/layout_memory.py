@@ -194,6 +194,7 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
         tokens=min(_tokens(policy), _rank_tokens(config)),
         recompute=_recompute(megatron),
+        sequence_parallel=bool(look_up(megatron, "sequence_parallel", False)),
         logits=not look_up(megatron, "use_fused_linear_logprobs", False),
         logprob_chunk=policy.get("logprob_chunk_size") or None,
     )

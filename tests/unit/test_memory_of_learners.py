@@ -72,6 +72,24 @@ def test_tensor_and_pipeline_ranks_hold_parts(model):
     assert split["activations"] == pytest.approx(one["activations"] / 2, rel=0.01)
 
 
+def test_ranks_share_what_lies_between_attention_and_mlp_if_sequences_are_parallel():
+    dense = ModelSize(num_layers=4, hidden=256, num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=512, inner=512)
+
+    def activations(tp: int, **options) -> float:
+        return rank_memory(dense, Parallelism(tp, tp=tp), Learner(tokens=8192, **options)).parts["activations"]
+
+    # One rank's inputs and outputs of two norms, and what a norm of which an aligned linear reads has of other ranks.
+    rows, one = 4 * 2 * 8192 * 256, activations(1, format=None)
+    assert activations(2, format=None) == one / 2
+    assert activations(2, format=None, sequence_parallel=False) == one / 2 + 4 * rows / 2
+    for targets in (("attention",), ("mlp",), ("attention", "mlp")):
+        assert activations(1, targets=targets) == one
+        assert activations(2, targets=targets) == one / 2 + len(targets) * rows / 2
+        assert activations(2, targets=targets, sequence_parallel=False) == one / 2 + 4 * rows / 2
+    assert activations(2, targets=("mlp",), recompute="full") == 4 * 2 * 8192 / 2 * 256
+    assert activations(2, targets=("mlp",), recompute="full", sequence_parallel=False) == 4 * 2 * 8192 * 256
+
+
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_packed_cache_is_as_large_as_what_is_stored(model, name):
     fmt = get_format(name)

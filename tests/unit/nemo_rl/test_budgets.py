@@ -1,11 +1,13 @@
 """Token budgets and shares of a GPU that do not fit are refused with what does; wasteful ones get a hint."""
 
+import json
 import re
 
 import pytest
 from test_layout import SHARE, WHOLE_NODES, launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_config import problems
 
+from qarl_nemo.nemo_rl.block import NemoQarlConfig
 from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.checks import hints
 from qarl_nemo.nemo_rl.checks.hints import budget_hints
@@ -106,6 +108,20 @@ def test_a_host_without_the_computed_memory_is_a_hint(monkeypatch):
     assert re.match(
         r"host memory: \d+ GiB are computed for each node \(engines \d+, .*\), and this machine has 100:", lines[0]
     )
+
+
+def test_dense_layers_whose_ranks_do_not_share_their_sequences_are_larger(tmp_path):
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | sizes | heads))
+    held = []
+    for shared in (True, False):
+        changes = {"policy.model_name": str(tmp_path), "policy.megatron_cfg.sequence_parallel": shared}
+        changes |= {"policy.megatron_cfg.expert_model_parallel_size": 1}
+        values = launch({"targets": ["mlp"]}, **changes | packed(8192, 8192))
+        qarl = NemoQarlConfig.model_validate(values["qarl"])
+        held.append(needed_memory(values, qarl, optimizer_stays=False).learner.parts["activations"])
+    assert held == [4 * 2 * 8192 / 2 * 256, 4 * 2 * 8192 * 256]
 
 
 def test_selective_recomputation_counts_as_none():
