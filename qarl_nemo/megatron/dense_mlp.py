@@ -3,7 +3,9 @@
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP
-from torch import Tensor, nn
+from torch import Tensor
+
+from qarl_nemo.layers.engine_rounding import swiglu
 
 
 class AlignedMLP(MLP):
@@ -15,4 +17,4 @@ class AlignedMLP(MLP):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
         """Apply this rank's part of the MLP: [S, B, H] -> [S, B, H]; no bias."""
         gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
-        return self.linear_fc2(nn.functional.silu(gate) * up)
+        return self.linear_fc2(swiglu(gate, up))
