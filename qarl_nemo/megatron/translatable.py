@@ -26,5 +26,7 @@ def require_translatable(hf: Any) -> None:
         "rope_parameters.rope_type": (hf.rope_parameters.get("rope_type", "default"), "default"),
     }
     problems = [f"{name}={found!r}: legal is {legal!r}" for name, (found, legal) in wrong.items() if found != legal]
+    if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+        problems.append("num_experts_per_tok=1: Megatron does not renormalize one choice; legal is 2 or more")
     if problems:
         raise ValueError("no Megatron model for this one:\n  " + "\n  ".join(problems))

@@ -13,15 +13,13 @@ from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.config.problems import catch
 from qarl_nemo.files import readable_bytes, require_space
 from qarl_nemo.layers.install import InstallRow, install
-from qarl_nemo.megatron.translatable import require_translatable
 from qarl_nemo.metrics.events import missing_wandb
 from qarl_nemo.names import TARGETS, tensor_kind
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base
 from qarl_nemo.train.checkpoint import checkpoint_steps
 from qarl_nemo.train.config import LocalConfig, MuonConfig, PolicyConfig
 from qarl_nemo.train.engine_attention import require_attention
-from qarl_nemo.train.megatron.needs import require_machine
-from qarl_nemo.train.megatron.sizes import require_sizes
+from qarl_nemo.train.megatron.checks import require_machine, require_model
 from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
 from qarl_nemo.train.packed_base import require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
@@ -103,9 +101,7 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
         # Sizes and tokenizer lie in the same folder, data elsewhere.
         catch(errors, TaskSource, config.data, config.seed)
         return None, errors
-    if config.policy.megatron_cfg is not None:
-        catch(errors, require_translatable, hf)
-    catch(errors, require_sizes, config.policy, hf)
+    catch(errors, require_model, config.policy, hf)
     catch(errors, _require_weights, config)
     made = catch(errors, _empty_model, config)
     tasks = _tasks(config, hf, errors)
@@ -120,8 +116,7 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
 
 def _device(config: LocalConfig) -> torch.device:
     device = learner_device(config)
-    if config.policy.megatron_cfg is not None:
-        require_machine(device)
+    require_machine(config.policy, device)
     require_engine(config, device)
     return device
 

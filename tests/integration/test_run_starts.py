@@ -5,12 +5,10 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen2Config
 
 from qarl_nemo.files import FileError, exclusive
 from qarl_nemo.train import preflight
 from qarl_nemo.train.gpu_pool import SHARE
-from qarl_nemo.train.megatron import needs
 from qarl_nemo.train.run import LOCK_FILE, _ways_to_need_less, train_run
 from support.runs import make_config, read_metrics, train
 
@@ -89,17 +87,6 @@ def test_an_attention_kernel_that_does_not_run_here_is_said_with_the_rest(monkey
     _, problems = preflight.check(config)
     assert problems[0].startswith("attention=engine does not run here: ")
     assert "match no module" in problems[1]
-
-
-def test_a_megatron_learner_that_cannot_run_is_refused_before_anything_is_trained(monkeypatch, tmp_path):
-    Qwen2Config().save_pretrained(tmp_path / "qwen2")
-    policy = {"_override_": True, "model_path": str(tmp_path / "qwen2"), "megatron_cfg": {}}
-    monkeypatch.setattr(needs, "find_spec", lambda _: None)
-    _, problems = preflight.check(make_config(tmp_path / "run", device="cpu", policy=policy))
-    said = "\n".join(problems)
-    assert "policy.megatron_cfg: megatron-core is missing: pip install" in said
-    assert "; Megatron computes on GPUs, and this run's device is the CPU; null is the transformers learner" in said
-    assert "no Megatron model for model_type='qwen2'" in said
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_the_model_is_loaded(monkeypatch, tmp_path):

@@ -21,15 +21,15 @@ from qarl_nemo.megatron.gpt_model import gpt_model
 from qarl_nemo.megatron.hf_load import load_parameters
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.learner import Learner
+from qarl_nemo.train.megatron.checks import require_machine, require_model
 from qarl_nemo.train.megatron.optimizer import MegatronStepper, optimizer_settings
 from qarl_nemo.train.megatron.policy import MegatronPolicy
 from qarl_nemo.train.megatron.ranks import Leader, broadcast_each, end_ranks, follow, launch_ranks, start_ranks
-from qarl_nemo.train.megatron.sizes import require_sizes
 from qarl_nemo.train.model import read_config
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run import train_run
 from qarl_nemo.train.run_dir import is_complete
-from qarl_nemo.train.setup import build_learner, learner_device
+from qarl_nemo.train.setup import build_learner, learner_device, resolve_device
 
 # The types of a learner's arguments, besides tensors and paths.
 _ARGUMENTS = (Rollouts, NormNoise, QuantFormat, OtherStorage, VllmKernels, Kernel, OnDevice)
@@ -40,10 +40,11 @@ def train_with_megatron(config: LocalConfig) -> None:
     """Run `policy.megatron_cfg`'s ranks, one for each GPU: the first runs the loop, the others follow it.
 
     Raises:
-        ValueError: the ranks cannot share the model.
+        ValueError: there is no GPU, or the ranks cannot hold or share the model.
         RuntimeError: a rank failed; its own error was printed.
     """
-    require_sizes(config.policy, read_config(config.policy))
+    require_machine(config.policy, resolve_device(config.device))
+    require_model(config.policy, read_config(config.policy))
     ranks = config.policy.megatron_cfg.num_gpus
     if ranks == 1:
         train_this_rank(config)

@@ -244,6 +244,7 @@ def test_ranks_of_a_learner_can_send_each_other_a_format(name, tmp_path):
 def test_text_that_looks_like_a_reference_reaches_every_rank_as_it_is(tmp_path, monkeypatch):
     programs = []
     monkeypatch.setattr(launch, "launch_ranks", lambda _, program: programs.append(program) or 0)
+    monkeypatch.setattr(launch, "require_machine", lambda *_: None)
     train_set = {"data_path": "problems.jsonl", "prompt_template": "Write ${x}$ for {problem}"}
     data = {"_override_": True, "source": "datasets", "train": train_set}
     config = make_config(tmp_path, policy={"megatron_cfg": {"num_gpus": 2}}, data=data)
