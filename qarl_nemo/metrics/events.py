@@ -1,14 +1,15 @@
 """Event files of a run: metrics.jsonl, TensorBoard always, Weights & Biases when asked for.
 
 metrics.jsonl holds one JSON object per step with flat keys, flushed per step. Resuming cuts away what was written after
-the checkpoint, so the file of a killed and resumed run holds the records of an uninterrupted one. JSON has no NaN or
-infinity: such values are written as null.
+the checkpoint, diagnostics and validations among it, so that a killed and resumed run holds the records of an
+uninterrupted one, and none of a later step. JSON has no NaN or infinity: such values are written as null.
 """
 
 import contextlib
 import json
 import math
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,13 @@ from typing import Any, Self
 
 from qarl_nemo.files import FileError, make_folder, os_reason, write_atomic
 from qarl_nemo.installation import pip_command
+from qarl_nemo.metrics.diagnostics import DIAGNOSTICS_DIR
 from qarl_nemo.metrics.recorded import StepRecord, read_lines
 from qarl_nemo.metrics.tensorboard_file import TensorboardFile
+from qarl_nemo.metrics.validations import VALIDATION_DIR
 
 METRICS_FILE = "metrics.jsonl"
+_FILE_OF_STEP = re.compile(r"step_(\d+)\.(?:npz|jsonl)")
 
 
 class EventWriter:
@@ -27,7 +31,7 @@ class EventWriter:
 
     Args:
         run_dir: the run's folder, created when missing.
-        resume_step: last step the restored checkpoint contains, 0 without one; later records are dropped.
+        resume_step: last step the restored checkpoint contains, 0 without one; what later steps wrote is dropped.
         wandb_project: also log to this project of Weights & Biases, under an id kept in `run_dir/wandb_id` so that a
             resumed run continues.
         config: resolved config shown there.
@@ -51,6 +55,7 @@ class EventWriter:
         records = read_lines(path) if path.exists() else []
         require_steps(path, resume_step)
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in records[:resume_step]))
+        _drop_files_after(run_dir, resume_step)
         self._last_step = resume_step
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = TensorboardFile(run_dir / "tensorboard", resume_step)
@@ -140,6 +145,14 @@ def require_steps(path: Path, step: int) -> None:
             f"{path} ends with line {recorded}, but the checkpoint to resume from contains step {step}: lines "
             f"{recorded + 1} to {step} are missing; restore the file, or start another run in another run_dir"
         )
+
+
+def _drop_files_after(run_dir: Path, step: int) -> None:
+    for folder in (DIAGNOSTICS_DIR, VALIDATION_DIR):
+        for path in sorted((run_dir / folder).glob("step_*")):
+            name = _FILE_OF_STEP.fullmatch(path.name)
+            if name and int(name[1]) > step:
+                path.unlink()
 
 
 def _as_number(value: float) -> float | int:

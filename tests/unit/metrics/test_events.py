@@ -8,8 +8,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qarl_nemo.files import FileError
+from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, diagnostic_steps
 from qarl_nemo.metrics.events import METRICS_FILE, EventWriter, recorded_steps
 from qarl_nemo.metrics.recorded import read_lines
+from qarl_nemo.metrics.validations import validation_files, write_validation
 
 
 def metrics_of(step):
@@ -54,6 +56,17 @@ def test_a_last_line_that_was_cut_within_a_character_is_left_out(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes('{"step": 1}\n{"text": "é'.encode()[:-1])
     assert list(read_lines(path)) == [{"step": 1}]
+
+
+def test_resuming_drops_the_diagnostics_and_validations_of_later_steps(tmp_path):
+    write_steps(tmp_path, range(1, 7))
+    for step in (2, 4, 6):
+        DiagnosticsCollector(step).write(tmp_path)
+        write_validation(tmp_path, step, [])
+    write_steps(tmp_path, [], resume_step=4)
+    assert diagnostic_steps(tmp_path) == [2, 4]
+    assert {path.stem for path in (tmp_path / "diagnostics").iterdir()} == {"step_000002", "step_000004"}
+    assert list(validation_files(tmp_path)) == [2, 4]
 
 
 def test_resuming_before_the_first_checkpoint_starts_over(tmp_path):
