@@ -1,7 +1,7 @@
 """A benchmark's problems from the hub or a local file, and whether an answer to one is right."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from qarl_nemo.data.config import BenchmarkConfig, DatasetConfig
 from qarl_nemo.data.problems import Task, with_system_prompt
 from qarl_nemo.data.records import fields_of, listed, part_of_copy, read_records
 from qarl_nemo.files import FileError
-from qarl_nemo.verify import reward
+from qarl_nemo.verify import reward, rewards
 
 
 def _in_braces(depth: int) -> str:
@@ -128,6 +128,22 @@ def is_right(benchmark: Benchmark, response: str, answer: str) -> bool:
     if benchmark.check == "letter":
         return chosen_letter(response) == answer
     return reward(response, answer) == 1.0
+
+
+def are_right(benchmark: Benchmark, responses: Sequence[str], answers: Sequence[str]) -> list[bool]:
+    """Tell of each response what `is_right` tells; several processes verify long ones.
+
+    Args:
+        benchmark: says how answers are checked.
+        responses: decoded response texts.
+        answers: the expected answer to each.
+
+    Returns:
+        Whether each is right.
+    """
+    if benchmark.check == "math":
+        return [value == 1.0 for value in rewards(responses, answers)]
+    return [is_right(benchmark, *pair) for pair in zip(responses, answers, strict=True)]
 
 
 def chosen_letter(response: str) -> str | None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from qarl_nemo.data.benchmark_problems import is_right
+from qarl_nemo.data.benchmark_problems import are_right
 from qarl_nemo.data.benchmarks import Benchmark
 from qarl_nemo.files import FileError
 from qarl_nemo.measure.eval.engine import Answer
@@ -121,10 +121,13 @@ class ModelEvaluation:
         seeds = [_seed(self.job.settings.seed, benchmark.name, *pair) for pair in pairs]
         self.engine = self.engine or self._start()
         answers = self.engine.answer([asked.prompts[index] for index, _ in pairs], asked.params, seeds)
+        # Together, because math-verify takes up to five seconds for a response that loops.
+        expected = [asked.questions.problems[index].answer for index, _ in pairs]
+        right = are_right(benchmark, [answer.text for answer in answers], expected)
         place = self._identity | {"benchmark": benchmark.name, "chunk": number, "chunk_size": len(pairs)}
         chunk = [
-            place | {"problem": index, "sample": sample} | _row(asked, index, answer)
-            for (index, sample), answer in zip(pairs, answers, strict=True)
+            place | {"problem": index, "sample": sample} | _row(asked, index, answer) | {"right": one}
+            for (index, sample), answer, one in zip(pairs, answers, right, strict=True)
         ]
         self.store.add(chunk)
         return chunk
@@ -202,15 +205,13 @@ class ModelEvaluation:
 
 
 def _row(asked: Asked, index: int, answer: Answer) -> Row:
-    expected = asked.questions.problems[index].answer
     return {
         "prompt": asked.texts[index],
         "source": asked.sources[index],
         "response": answer.text,
         "num_tokens": answer.num_tokens,
         "truncated": answer.truncated,
-        "answer": expected,
-        "right": is_right(asked.benchmark, answer.text, expected),
+        "answer": asked.questions.problems[index].answer,
     }
 
 

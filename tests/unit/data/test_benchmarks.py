@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl_nemo.data.benchmark_problems import benchmark_tasks, chosen_letter, is_right, read_problems
+from qarl_nemo.data.benchmark_problems import are_right, benchmark_tasks, chosen_letter, is_right, read_problems
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks, with_prompt
 from qarl_nemo.data.config import BenchmarkConfig
 from qarl_nemo.files import FileError
@@ -323,6 +323,8 @@ def test_answers_are_checked_as_each_set_asks():
     assert is_right(BENCHMARKS["gpqa"], r"\boxed{B}", "B")
     # Several letters choose none, of which one is right anyhow.
     assert not is_right(BENCHMARKS["gpqa"], r"\boxed{B, C}", "B")
+    assert are_right(BENCHMARKS["amc23"], [r"\boxed{27}", r"\boxed{28}"], ["27", "27"]) == [True, False]
+    assert are_right(BENCHMARKS["gpqa"], [r"\boxed{C}", r"\boxed{B}"], ["B", "B"]) == [False, True]
 
 
 def test_sampling_is_the_papers():
