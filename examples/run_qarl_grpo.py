@@ -17,35 +17,36 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from qarl_nemo.nemo_rl import plugin, upstream
+from qarl_nemo.nemo_rl import upstream
 
+# Whatever is imported here may need a package that is not there.
 try:
     import nemo_rl
+    import torch
     from nemo_rl.package_info import __version__ as nemo_rl_version
     from nemo_rl.utils.config import OverridesError, load_config
+    from omegaconf.errors import OmegaConfBaseException
+    from pydantic import ValidationError
+    from yaml import YAMLError
+
+    from qarl_nemo.config import ConfigError
+    from qarl_nemo.files import FileError
+    from qarl_nemo.nemo_rl import plugin
+    from qarl_nemo.nemo_rl.block import NemoQarlConfig
+    from qarl_nemo.nemo_rl.checks.hints import budget_hints, find_hints
+    from qarl_nemo.nemo_rl.checks.key_hints import config_types, key_hints
+    from qarl_nemo.nemo_rl.checks.muon import muon_hints
+    from qarl_nemo.nemo_rl.config import apply_qarl, as_mapping
+    from qarl_nemo.nemo_rl.launch_summary import launch_summary
+    from qarl_nemo.nemo_rl.loss import QarlLossFn
+    from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
+    from qarl_nemo.nemo_rl.recording import Recorder, completed_steps
+    from qarl_nemo.nemo_rl.run_folder import describe_run
+    from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
+    from qarl_nemo.nemo_rl.start_together import StartTogether
+    from qarl_nemo.nemo_rl.token_metrics import token_metrics
 except ImportError as error:
     sys.exit(f"{Path(sys.argv[0]).name}: {upstream.not_importable(error)}")
-
-import torch
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
-from yaml import YAMLError
-
-from qarl_nemo.config import ConfigError
-from qarl_nemo.files import FileError
-from qarl_nemo.nemo_rl.block import NemoQarlConfig
-from qarl_nemo.nemo_rl.checks.hints import budget_hints, find_hints
-from qarl_nemo.nemo_rl.checks.key_hints import config_types, key_hints
-from qarl_nemo.nemo_rl.checks.muon import muon_hints
-from qarl_nemo.nemo_rl.config import apply_qarl, as_mapping
-from qarl_nemo.nemo_rl.launch_summary import launch_summary
-from qarl_nemo.nemo_rl.loss import QarlLossFn
-from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
-from qarl_nemo.nemo_rl.recording import Recorder, completed_steps
-from qarl_nemo.nemo_rl.run_folder import describe_run
-from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
-from qarl_nemo.nemo_rl.start_together import StartTogether
-from qarl_nemo.nemo_rl.token_metrics import token_metrics
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
 # Positions in what `setup` returns.
@@ -82,7 +83,8 @@ def _import_launcher() -> Any:
     sys.path.insert(0, str(_ROOT / "examples"))
     try:
         import run_grpo
-    except ImportError as error:
+    # Of some packages it asserts the version.
+    except (ImportError, AssertionError) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {upstream.not_importable(error)}")
     return run_grpo
 

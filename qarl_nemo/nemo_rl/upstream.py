@@ -37,14 +37,19 @@ FILES = {
 }
 
 
-def not_importable(error: ImportError) -> str:
-    """Say that NeMo-RL, or a package that it needs, cannot be imported, and where it belongs.
+def not_importable(error: ImportError | AssertionError) -> str:
+    """Say in one line that NeMo-RL, or a package that it needs, cannot be imported, and where it belongs.
 
     Args:
         error: what its import raised.
     """
+    cause: BaseException = error
+    # transformers names only what asked for the missing package.
+    while isinstance(cause.__cause__, ImportError):
+        cause = cause.__cause__
+    reason = " ".join(str(cause).split())
     return (
-        f"NeMo-RL is not importable ({error}); put its repository and what it needs on PYTHONPATH (NEMO_RL_ROOT alone "
+        f"NeMo-RL is not importable ({reason}); put its repository and what it needs on PYTHONPATH (NEMO_RL_ROOT alone "
         "only says where its configs are): docs/guide/nemo_rl.md, step 1"
     )
 

@@ -35,13 +35,34 @@ def check(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=folder)
 
 
-@pytest.mark.parametrize("name", ["nemo_rl/__init__.py", "nemo_rl/utils/config.py", "examples/run_grpo.py"])
+NEEDS = ["nemo_rl/__init__.py", "nemo_rl/utils/config.py", "examples/run_grpo.py", "pynvml.py"]
+
+
+@pytest.mark.parametrize("name", NEEDS)
 def test_what_nemo_rl_needs_and_is_not_there_is_named_in_one_line(tmp_path, name):
     files = STAND_IN | {"config.yaml": "defaults: config.yaml", name: "import a_package_that_it_needs"}
     done = check(tmp_path, files)
     assert done.returncode == 1
     assert "NeMo-RL is not importable (No module named 'a_package_that_it_needs')" in done.stderr
     assert "NEMO_RL_ROOT alone" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("importing", "said"),
+    [
+        ("assert False, 'transformers 5.23.0 detected.\\nIt was written for <5.12.'", "It was written for <5.12."),
+        (
+            "try:\n import sounds\nexcept ImportError as error:\n raise ImportError('AutoProcessor') from error",
+            "sounds",
+        ),
+    ],
+    ids=["another version", "a package that a package needs"],
+)
+def test_a_package_that_does_not_fit_is_named_in_one_line(tmp_path, importing, said):
+    done = check(tmp_path, STAND_IN | {"config.yaml": "defaults: config.yaml", "examples/run_grpo.py": importing})
+    assert done.returncode == 1
+    assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
