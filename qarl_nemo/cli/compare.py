@@ -69,7 +69,7 @@ def compare(
 
     chosen = tuple(formats or [DEFAULT_FORMAT])
     settings = settings_of(CompareSettings, given, formats=chosen, targets=tuple(split_targets(targets)))
-    problems = _idle_options(context, settings) + _place_problems(output, record, record_operators)
+    problems = _idle_options(context, settings) + _place_problems(checkpoint, output, record, record_operators)
     if all(map(find_format, chosen)):
         attempt(problems, require_own_width, own_width, chosen)
     result = measure(settings, typer.echo, problems)
@@ -99,10 +99,10 @@ def _idle_options(context: typer.Context, settings: "CompareSettings") -> list[s
     return problems
 
 
-def _place_problems(output: Path, *records: Path | None) -> list[str]:
+def _place_problems(checkpoint: Path, output: Path, *records: Path | None) -> list[str]:
     """Find places that cannot be written to before anything is measured."""
     from qarl_nemo.files import make_folder
-    from qarl_nemo.metrics.results import require_place
+    from qarl_nemo.measure.compare.record import require_rows_of
 
     problems = []
     if output.is_file():
@@ -110,5 +110,5 @@ def _place_problems(output: Path, *records: Path | None) -> list[str]:
     else:
         attempt(problems, make_folder, output, "a folder for the comparison")
     for path in filter(None, records):
-        attempt(problems, require_place, path)
+        attempt(problems, require_rows_of, checkpoint, path)
     return problems

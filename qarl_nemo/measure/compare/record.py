@@ -1,5 +1,6 @@
 """A comparison's figures as rows of docs/results."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,44 @@ from qarl_nemo.measure.compare.operators import total_by_operator
 from qarl_nemo.measure.compare.run import FLOOR, Comparison
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.machine import hardware, versions
-from qarl_nemo.metrics.results import Figure, append_results, result_rows, running_command
+from qarl_nemo.metrics.results import (
+    Figure,
+    append_results,
+    read_results,
+    require_place,
+    result_rows,
+    running_command,
+)
 from qarl_nemo.train.setup import resolve_device
 
 MAX_GAP_RATIO = 1.05
+_COMMAND = "qarl compare "
+# What names of rows do not tell.
+_USUAL_GROUP_SIZE, _USUAL_SCALE_CONVENTION = 128, "full_range"
 # Sampled responses are what RL trains on; compare.json has the greedy ones as well.
 _DECODING = "sampled"
 # If engines agree in nearly every bit, their gap cannot serve as a floor. That is assumed below a tenth of the gap
 # that another attention kernel makes in the same learner.
 _FLOOR_OVER_OWN = 0.1
+
+
+def require_rows_of(checkpoint: Path, path: Path) -> None:
+    """Require, before anything is measured, a results file in which rows of this checkpoint replace no other's.
+
+    Args:
+        checkpoint: what is compared; names of rows do not tell it.
+        path: the results file.
+
+    Raises:
+        ValueError: it holds comparisons of another checkpoint, or is no place for results.
+    """
+    require_place(path)
+    for row in read_results(path) if path.exists() else []:
+        if row.command.startswith(_COMMAND) and checkpoint not in map(Path, shlex.split(row.command)):
+            raise ValueError(
+                f"{path} holds comparisons of another checkpoint than {checkpoint} ({row.command}), whose rows have "
+                "the same names; name another file"
+            )
 
 
 def append_comparison(
@@ -52,8 +82,8 @@ def comparison_rows(
 ) -> list[dict[str, Any]]:
     """Return rows of a results file, whose names end in what was asked for beside formats.
 
-    These are targets other than experts, the format that codes are nested in, `own_width`, the learner's attention and
-    `adapter`.
+    These are targets other than experts, a group size and a scale convention that are not the usual ones, the format
+    that codes are nested in, `own_width`, the learner's attention and `adapter`.
 
     Args:
         settings: what was asked for.
@@ -63,6 +93,9 @@ def comparison_rows(
         command: the command that measures it again.
     """
     suffix = "" if settings.targets == ("experts",) else "_" + "_".join(settings.targets)
+    suffix += f"_group_size_{settings.group_size}" if settings.group_size not in (None, _USUAL_GROUP_SIZE) else ""
+    convention = settings.scale_convention
+    suffix += f"_{convention}" if convention not in (None, _USUAL_SCALE_CONVENTION) else ""
     suffix += f"_in_{settings.nested_in}" if settings.nested_in else ""
     suffix += "_own_width" if settings.own_width else ""
     suffix += "_engine_attention" if settings.attention == "engine" else ""

@@ -9,11 +9,11 @@ from transformers import PreTrainedConfig
 
 from qarl_nemo.measure.compare.output import legend, write_comparison
 from qarl_nemo.measure.compare.prompts import make_prompts
-from qarl_nemo.measure.compare.record import append_comparison, comparison_rows
+from qarl_nemo.measure.compare.record import append_comparison, comparison_rows, require_rows_of
 from qarl_nemo.measure.compare.run import Comparison
 from qarl_nemo.measure.compare.score import Response, kernel_scores, model_scores
 from qarl_nemo.measure.compare.settings import CompareSettings
-from qarl_nemo.metrics.results import Figure, read_results, running_command
+from qarl_nemo.metrics.results import Figure, append_results, read_results, running_command
 from qarl_nemo.train.tokenizer import character_tokenizer
 
 
@@ -21,6 +21,9 @@ from qarl_nemo.train.tokenizer import character_tokenizer
     ("options", "end"),
     [
         ({"nested_in": "w8a16"}, "_in_w8a16"),
+        ({"group_size": 64, "targets": ("mlp",)}, "_mlp_group_size_64"),
+        ({"scale_convention": "clipped_range", "nested_in": "w8a16"}, "_clipped_range_in_w8a16"),
+        ({"group_size": 128, "scale_convention": "full_range"}, ""),
         ({"own_width": True, "targets": ("mlp",)}, "_mlp_own_width"),
         ({"attention": "engine", "engine": "vllm", "nested_in": "w8a16"}, "_in_w8a16_engine_attention"),
     ],
@@ -30,6 +33,18 @@ def test_what_was_asked_for_is_told_apart_in_the_names_of_rows(options, end):
     asked = CompareSettings(Path("model"), **options)
     (row,) = comparison_rows(asked, "packed", [Figure("gap_aligned_w4a16", 0.1, "nats", "<=")], "cpu", "qarl compare")
     assert row["name"] == f"gap_aligned_w4a16{end}"
+
+
+def test_rows_of_another_checkpoint_are_not_replaced(tmp_path):
+    file = tmp_path / "rows.json"
+    require_rows_of(Path("models/a"), file)
+    figures = [Figure("gap_aligned_w4a16", 0.1, "nats", "<=")]
+    command = "qarl compare --format w4a16 'models/a b' --engine vllm"
+    append_results(file, comparison_rows(CompareSettings(Path("models/a b")), "packed", figures, "cpu", command))
+    append_results(file, [read_results(file)[0].model_copy(update={"name": "own", "command": "python own's.py"})])
+    require_rows_of(Path("models/a b/"), file)
+    with pytest.raises(ValueError, match=r"another checkpoint than models/a \(qarl compare .*; name another file"):
+        require_rows_of(Path("models/a"), file)
 
 
 def test_the_legend_names_the_unit_and_the_arms_that_stand_in_the_table():
