@@ -40,7 +40,7 @@ def check_runs(runs: Sequence["LocalConfig"]) -> None:
     banner: tuple[LocalConfig, Prepared, int | None] | None = None
     examined = set()
     for run in runs:
-        arm, problems = run.run.arm or run.run.name, list[str]()
+        arm, problems = run.run.arm or run.name, list[str]()
         start = _look_into_folder(run, problems)
         starts.setdefault(arm, Counter())[start] += 1
         # Of what is checked, seeds change the folder alone.

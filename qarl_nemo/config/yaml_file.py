@@ -19,6 +19,8 @@ from qarl_nemo.installation import shipped_config, shipped_configs
 
 # Arms of a comparison are merged onto the rest of the config later, so their `_override_` marks must survive.
 _MERGED_LATER = ("arms",)
+# Labels say which run a file is, and one that builds on it is another.
+_NOT_INHERITED = ("run",)
 # For comparison: NeMo-RL's largest config has 20 kB, 400 values and 6 levels, and builds on 3 others.
 _MAX_CHARS, _MAX_VALUES, _MAX_LEVELS, _MAX_FILES = 1 << 18, 20_000, 40, 20
 
@@ -35,6 +37,7 @@ def read_yaml(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any
     """Read a YAML; its `defaults:` are merged below it, and `_override_` replaces a block.
 
     They are one path or a list, relative to the file, or names of shipped configs without `.yaml`, such as `demo`.
+    Their `run:` block, how reports call a run, is theirs alone.
 
     Args:
         path: the file.
@@ -152,7 +155,8 @@ def _read(
         own = _load(path, above)
         merged: dict[str, Any] = {}
         for parent in _parents(own, path):
-            merged = _merge(merged, _read(parent, (*above, path), known, models), models)
+            below = _read(parent, (*above, path), known, models)
+            merged = _merge(merged, {key: below[key] for key in below if key not in _NOT_INHERITED}, models)
         # OmegaConf says what any container becomes; this one is a mapping.
         values: Any = OmegaConf.to_container(own)
         known[path] = _merge(merged, values, models)

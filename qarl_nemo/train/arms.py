@@ -192,7 +192,7 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
             failed = _run_all(runs, parallel, running)
     except (KeyboardInterrupt, _TerminatedError) as stopped:
         _end(running, told=isinstance(stopped, KeyboardInterrupt))
-        stands = [f"{one.config.run.name}: {where_it_stands(one.config)}" for one in running]
+        stands = [f"{one.config.name}: {where_it_stands(one.config)}" for one in running]
         raise RunStoppedError("\n  ".join(["interrupted; the same command goes on with", *stands])) from None
     except BaseException:
         _end(running, told=False)
@@ -211,7 +211,7 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
             gpus = pool.take(config)
             running.append(_Running(config, gpus, _start(config, gpus, share)))
             where = f" on GPU {', '.join(gpus)}" if gpus else ""
-            console.print(f"{config.run.name} started{where}, log in {_log(config)}", soft_wrap=True)
+            console.print(f"{config.name} started{where}, log in {_log(config)}", soft_wrap=True)
         time.sleep(0.5)
         for one in [one for one in running if one.process.poll() is not None]:
             running.remove(one)
@@ -223,7 +223,7 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
             elapsed = time.perf_counter() - started
             eta = elapsed / finished * (len(runs) - finished)
             state = "failed" if code else "done" if is_complete(one.config) else where_it_stands(one.config)
-            console.print(f"{one.config.run.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
+            console.print(f"{one.config.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
     return failed
 
 
@@ -273,4 +273,4 @@ def _log(config: LocalConfig) -> Path:
 def _failure(config: LocalConfig, code: int) -> str:
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     lines = _log(config).read_text(errors="replace").splitlines()
-    return "\n    ".join([f"{config.run.name} {how}; its log, {_log(config)}, ends with", *lines[-_LOG_LINES:]])
+    return "\n    ".join([f"{config.name} {how}; its log, {_log(config)}, ends with", *lines[-_LOG_LINES:]])

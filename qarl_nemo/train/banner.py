@@ -51,7 +51,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
     kv_cache = {"KV cache": _kv_cache(rollout, min(rollout.batch_size, responses), prepared)} if served else {}
     learners = {"aligned": "executes the rollouts' format", "rollout_only": "executes BF16", "none": "executes BF16"}
     return {
-        "run": f"{config.run.name}, {begins}, to step {grpo.max_num_steps}; seed {config.seed}, in {config.run_dir}",
+        "run": f"{config.name}, {begins}, to step {grpo.max_num_steps}; seed {config.seed}, in {config.run_dir}",
         "model": f"{config.policy.model_path or 'random weights (policy.model_init)'}, "
         f"{_readable_count(prepared.num_parameters)} parameters, {config.policy.precision} on {prepared.device}",
         **_trained(config, prepared),

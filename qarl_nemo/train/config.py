@@ -307,7 +307,7 @@ class LoggerConfig(StrictModel):
 class RunLabels(StrictModel):
     """How reports call this run."""
 
-    name: str = "run"
+    name: str | None = None
     arm: str | None = None
 
 
@@ -349,6 +349,11 @@ class LocalConfig(StrictModel):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     compare: CompareConfig | None = None
+
+    @property
+    def name(self) -> str:
+        """What reports call this run: after its folder where it has no name."""
+        return self.run.name or self.run_dir.resolve().name
 
     @field_validator("run_dir", mode="before")
     @classmethod

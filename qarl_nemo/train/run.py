@@ -37,7 +37,7 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
     if is_complete(config):
         _finish_deleting(config)
         recorded = recorded_steps(config.run_dir / METRICS_FILE)
-        Console().print(f"{config.run.name}: already complete, {recorded} steps in {config.run_dir}", soft_wrap=True)
+        Console().print(f"{config.name}: already complete, {recorded} steps in {config.run_dir}", soft_wrap=True)
         return None
     prepared = prepare(config)
     make_folder(config.run_dir, "a run's folder")
@@ -48,7 +48,7 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
             trainer.train()
             if not is_complete(config):
                 limit = f"checkpoint_must_save_by={config.checkpointing.checkpoint_must_save_by} is near"
-                Console().print(f"{config.run.name}: {limit}, {where_it_stands(config)}", soft_wrap=True)
+                Console().print(f"{config.name}: {limit}, {where_it_stands(config)}", soft_wrap=True)
         except KeyboardInterrupt:
             raise RunStoppedError(where_it_stands(config)) from None
         except torch.OutOfMemoryError as error:

@@ -22,6 +22,7 @@ from qarl_nemo.train.config import LocalConfig
 # them: engines draw the tokens of such responses one after the other from the same random numbers.
 _FREE_KEYS = (
     "run_dir",
+    "run.name",
     "grpo.max_num_steps",
     "grpo.val_at_end",
     "policy.max_skipped_steps",

@@ -109,7 +109,7 @@ class Trainer:
                 wandb_project=config.logger.wandb.project if config.logger.wandb else None,
                 config=config.model_dump(mode="json"),
             ) as events,
-            LiveProgress(config.run.name, total, self.step or 0) as progress,
+            LiveProgress(config.name, total, self.step or 0) as progress,
         ):
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
             timer = PhaseTimer(synchronize, on_phase=progress.phase)

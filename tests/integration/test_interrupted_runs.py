@@ -141,6 +141,12 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
+def test_a_run_goes_on_under_another_name(tmp_path):
+    train(tmp_path, grpo={"max_num_steps": 1}, run={"name": "before"})
+    train(tmp_path, grpo={"max_num_steps": 2})
+    assert len(read_metrics(tmp_path)) == 2
+
+
 def test_another_config_is_refused_naming_the_keys(tmp_path):
     train(tmp_path, grpo={"max_num_steps": 1})
     before = (tmp_path / "metrics.jsonl").read_text()

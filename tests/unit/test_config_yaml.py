@@ -16,6 +16,7 @@ from qarl_nemo.config import (
     write_yaml,
 )
 from qarl_nemo.installation import shipped_configs
+from qarl_nemo.train.config import LocalConfig
 
 
 class Inner(StrictModel):
@@ -64,7 +65,17 @@ def test_defaults_are_relative_to_the_file_that_names_them_and_may_be_shared(wri
 def test_defaults_may_be_a_shipped_config_wherever_the_file_is(write, name):
     (write("seed: 9").parent / "demo").mkdir()
     shipped = read_yaml(shipped_configs()["demo"])
+    del shipped["run"]
     assert read_yaml(write(f"defaults: {name}\nseed: 9")) == shipped | {"seed": 9}
+
+
+@pytest.mark.parametrize(
+    ("own", "name"), [("", "countdown"), ("run: {arm: ours}", "countdown"), ("run: {name: x}", "x")]
+)
+def test_a_run_is_called_as_its_file_says_or_as_its_folder_and_never_as_a_file_that_it_builds_on(write, own, name):
+    config = load_config(write(f"defaults: demo\nrun_dir: runs/countdown\n{own}"), [], LocalConfig)
+    assert config.name == name
+    assert load_config(shipped_configs()["demo"], [], LocalConfig).name == "demo"
 
 
 def test_a_file_of_ones_own_wins_over_a_shipped_config(write):

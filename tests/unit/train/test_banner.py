@@ -53,7 +53,7 @@ def test_it_says_what_differs(tmp_path):
     made = config(run_dir=str(tmp_path), qarl=bf16, checkpointing={"enabled": False}, rollout=noise)
     lines = banner_lines(made, prepare(made), None)
     assert lines["rollouts"].endswith(", noise of 0.01 to 0.0001 of |w| on norms in 10 stages, replayed")
-    assert "run, new, to step 200" in lines["run"]
+    assert lines["run"].startswith(f"{tmp_path.name}, new, to step 200")
     assert lines["rollouts"].startswith("bf16, 0 of ")
     assert lines["learner"].startswith("executes BF16, tbpo, 64 prompts x 8 responses")
     assert lines["checkpoints"] == "off: a run that is stopped cannot go on"
