@@ -221,7 +221,7 @@ def test_what_is_not_the_same_work_is_not_compared(tmp_path):
         return record.Timed.read(tmp_path / workload)
 
     one, two, half = timed("a12_1gpu"), timed("a12_2gpu"), timed("a24")
-    assert record.scaling(two, one, [1]) == ("full_scaling_efficiency_2gpu", 1.0)
+    assert record.scaling(two, one, [1]) == {"full_scaling_efficiency_from_1gpu": (1.0, "", ">=")}
     for wrong in (half, timed("a12_4gpu", arm="bf16")):
         with pytest.raises(ValueError, match="not the same on fewer GPUs with as much work"):
             record.scaling(wrong, one, [1])

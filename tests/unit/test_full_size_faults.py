@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from qarl_nemo.metrics.results import read_results
 from support.full_size import MODEL, write_run
 
 ENDS = (1000.0, 1022.0, 1044.0)
@@ -188,6 +189,14 @@ def test_an_arm_is_not_compared_with_itself(record, tmp_path):
     assert "is compared with itself" in record(two, "--over", two)
     assert "as much work a GPU" in record(two, "--scaling-from", two)
     assert "as much work a GPU" in record(one, "--scaling-from", two)
+
+
+def test_each_arm_has_its_own_row_of_what_more_gpus_leave(record, tmp_path):
+    for arm in ("w4a16", "bf16"):
+        one, two = (ran(tmp_path / f"{arm}_{work}", workload=work, arm=arm) for work in ("a12_1gpu", "a12_2gpu"))
+        assert record(two, "--scaling-from", one) == ""
+    names = {row.name for row in read_results(tmp_path / "rows.json") if "scaling" in row.name}
+    assert names == {f"full_scaling_efficiency_from_1gpu_{arm}_a12_2gpu" for arm in ("w4a16", "bf16")}
 
 
 def test_steps_that_differ_are_said(record, tmp_path, capsys):

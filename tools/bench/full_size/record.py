@@ -202,8 +202,8 @@ def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figure
     return found
 
 
-def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> tuple[str, float]:
-    """Return the row that says how much of a GPU's speed is left on more GPUs: name, and the fraction.
+def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> Figures:
+    """Return the figure that says how much of a GPU's speed is left on more GPUs, as `figures` does.
 
     Args:
         timed: the arm on more GPUs.
@@ -219,8 +219,8 @@ def scaling(timed: Timed, fewer: Timed, skip: Sequence[int]) -> tuple[str, float
             f"{timed.folder} is {timed.arm} with {timed.work}, and {fewer.folder} is not the same on fewer GPUs with "
             f"as much work a GPU: {fewer.arm} with {fewer.work}"
         )
-    name = f"full_scaling_efficiency_{timed.work.gpus}gpu"
-    return name, fewer.median(_STEP, skip) / timed.median(_STEP, skip)
+    efficiency = fewer.median(_STEP, skip) / timed.median(_STEP, skip)
+    return {f"full_scaling_efficiency_from_{fewer.work.gpus}gpu": (efficiency, "", ">=")}
 
 
 def goal_of(name: str, arm: str, workload: str) -> float | None:
@@ -253,7 +253,8 @@ def main() -> None:
         skip = _skipped(arguments.skip)
         timed = Timed.read(arguments.folder)
         measured = figures(timed, skip) | ratios(timed, [Timed.read(other) for other in arguments.over], skip)
-        rows = [scaling(timed, Timed.read(arguments.scaling_from), skip)] if arguments.scaling_from else []
+        if arguments.scaling_from:
+            measured |= scaling(timed, Timed.read(arguments.scaling_from), skip)
         facts = _facts(arguments.facts, timed.folder)
         asynchronous = timed.placement.asynchronous
         measured |= memory_figures(timed.folder, timed.run, timed.steps(skip), asynchronous=asynchronous)
@@ -261,7 +262,7 @@ def main() -> None:
             measured["full_start_s"] = (start_seconds(timed.folder, timed.run), "s", "<=")
     except ValueError as error:
         parser.error(str(error))
-    found = [Figure(name, value, "", ">=") for name, value in rows]
+    found = []
     for name, (value, unit, op) in measured.items():
         row = f"{name}_{timed.arm}_{timed.workload}"
         found.append(Figure(row, value, unit, op, goal_of(name, timed.arm, timed.workload)))
