@@ -31,6 +31,8 @@ _SETTINGS = ("seed", "run.name", "run.arm", "qarl.alignment", "qarl.format", "lo
 def keep_runs(runs: list[Run], folder: Path) -> None:
     """Write what is kept of each run, in place of an earlier one of its arm and seed.
 
+    What is kept of a run already stays if only its first steps are given now, which are counted beside shorter runs.
+
     Args:
         runs: the runs.
         folder: gets a run directory for each, which `qarl report` reads as any other.
@@ -41,12 +43,17 @@ def keep_runs(runs: list[Run], folder: Path) -> None:
         # What the first set scored stands for the run's own data, so that runs with and without others can be compared.
         columns = {name: name for name in _COLUMNS} | {_SCORE: next(iter(run.score_columns().values()))}
         lines = [json.dumps({"step": int(step)} | _values(run, row, columns)) for row, step in enumerate(run.steps)]
-        write_atomic(kept_run / METRICS_FILE, "\n".join(lines) + "\n")
+        curves = "\n".join(lines) + "\n"
+        file = kept_run / METRICS_FILE
+        if file.is_file() and file.read_text(encoding="utf-8").startswith(curves):
+            continue
         config: dict[str, Any] = {}
         for dotted in _SETTINGS:
             block, _, key = dotted.rpartition(".")
             (config.setdefault(block, {}) if block else config)[key] = run.setting(dotted)
         write_yaml(kept_run / CONFIG_FILE, config)
+        # Last, because a folder with curves counts as a kept run.
+        write_atomic(file, curves)
 
 
 def kept(folder: Path) -> list[Path]:

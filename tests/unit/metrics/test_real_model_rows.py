@@ -145,6 +145,20 @@ def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arm
     assert {len(load_run(path.parent).steps) for path in tmp_path.rglob("runs/local_math_arms/*/metrics.jsonl")} >= {15}
 
 
+def test_of_a_run_all_steps_stay_kept_when_its_first_are_recorded_beside_shorter_ones(make_arms, record, tmp_path):
+    folder = make_arms("whole", 1, arms=["BF16"])
+    record("real_model_runs", folder, *NAMES)
+    kept = tmp_path / "runs" / "local_math_arms" / "BF16-seed1"
+    record("real_model_runs", folder, "--model", "m", "--data", "d_15", "--steps", "15")
+    assert len(load_run(kept).steps) == STEPS
+    # Another run of this arm and seed takes its place all the same.
+    file = folder / "BF16-seed1" / "metrics.jsonl"
+    first, *others = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([json.dumps(json.loads(first) | {"reward/mean": 0.0}) + "\n", *others]))
+    record("real_model_runs", folder, *NAMES, "--steps", "15")
+    assert len(load_run(kept).steps) == 15
+
+
 def test_a_run_that_was_cut_before_its_last_test_has_no_last_accuracy(make_arms, record):
     folder = make_arms("runs", 1, arms=["BF16", "rollout-only w4a16"])
     for path in folder.iterdir():
