@@ -30,6 +30,7 @@ from qarl_nemo.metrics.results import Figure, read_results, record_figures
 from qarl_nemo.metrics.runs import Run, load_run
 from qarl_nemo.metrics.summary import finite_mean, smoothing_window, summarize_run
 
+_CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 # What moves before rewards do: how far the engine is from the learner, the gradient, the learner's own entropy, the
 # share of responses that the objective keeps, and what of the served policy a step changes.
 _DRIFT = {"kl": ("mismatch/kl_k3", "nats"), "grad_norm": ("optim/grad_norm", ""), "entropy": ("loss/entropy", "nats"),
@@ -110,8 +111,14 @@ def record_runs(
         runs: the runs, at least one.
         config: the name of their config.
         command: what measures them again; None = `qarl train` with that config.
+
+    Raises:
+        SystemExit: there is no such config, so that no command is known.
     """
-    command = command or f"qarl train examples/configs/{config}.yaml"
+    if command is None:
+        if not (_CONFIGS / f"{config}.yaml").is_file():
+            raise SystemExit(f"no config is called {config}.yaml: name the folder like its config, or set --command")
+        command = f"qarl train examples/configs/{config}.yaml"
     record_figures(path, figures, command=command, **ran_on(runs))
 
 

@@ -21,12 +21,12 @@ def halve_gaps(path):
 
 def test_adapters_are_held_against_all_weights_in_their_format(make_run, record):
     for seed in (1, 2):
-        make_run(f"runs/lora{seed}", arm="LoRA w4a16, noise", seed=seed, policy=LORA, noise=True, **SETTINGS)
+        make_run(f"local_lora/lora{seed}", arm="LoRA w4a16, noise", seed=seed, policy=LORA, noise=True, **SETTINGS)
         whole = make_run(
-            f"runs/whole{seed}", arm="full-parameter QaRL w4a16", seed=seed, policy={"lora": None}, **SETTINGS
+            f"local_lora/whole{seed}", arm="full-parameter QaRL w4a16", seed=seed, policy={"lora": None}, **SETTINGS
         )
         halve_gaps(whole / METRICS_FILE)
-    folder = make_run("runs/bf16", arm="LoRA BF16", alignment="none", seed=1, policy=LORA, **SETTINGS).parent
+    folder = make_run("local_lora/bf16", arm="LoRA BF16", alignment="none", seed=1, policy=LORA, **SETTINGS).parent
     rows = record("lora_runs", folder)
     for seed in (1, 2):
         run, whole = load_run(folder / f"lora{seed}"), load_run(folder / f"whole{seed}")
@@ -46,15 +46,15 @@ def test_adapters_are_held_against_all_weights_in_their_format(make_run, record)
     ratios = {name for name in rows if "gap_ratio" in name}
     assert ratios == {f"lora_gap_ratio_w4a16_noise_seed{seed}" for seed in (1, 2)}
     assert "lora_entropy_bf16_seed1" in rows
-    assert {row.command for row in rows.values()} == {"qarl train examples/configs/runs.yaml"}
+    assert {row.command for row in rows.values()} == {"qarl train examples/configs/local_lora.yaml"}
 
 
 def test_without_such_a_run_the_gap_is_held_against_recorded_rows(make_run, record, tmp_path):
     nvfp4 = {"alignment": "aligned", "format": "nvfp4", "targets": ["attention", "mlp"]}
-    folder = make_run("runs/w4a16", arm="LoRA w4a16, noise", seed=1, policy=LORA, **SETTINGS).parent
-    make_run("runs/w4a16_2", arm="LoRA w4a16", seed=2, policy=LORA, **SETTINGS)
-    make_run("runs/bf16", arm="LoRA BF16", alignment="none", seed=1, policy=LORA, **SETTINGS)
-    make_run("runs/nvfp4", arm="LoRA nvfp4", seed=1, policy=LORA, qarl=nvfp4, **SETTINGS)
+    folder = make_run("local_lora/w4a16", arm="LoRA w4a16, noise", seed=1, policy=LORA, **SETTINGS).parent
+    make_run("local_lora/w4a16_2", arm="LoRA w4a16", seed=2, policy=LORA, **SETTINGS)
+    make_run("local_lora/bf16", arm="LoRA BF16", alignment="none", seed=1, policy=LORA, **SETTINGS)
+    make_run("local_lora/nvfp4", arm="LoRA nvfp4", seed=1, policy=LORA, qarl=nvfp4, **SETTINGS)
     gaps = {"real_m_d_qarl_w4a16_seed1_gap": 1e-5, "real_m_d_bf16_seed1_gap": 2e-5,
             "gap_aligned_nvfp4_mlp_attention": 4e-5, "gap_aligned_w4a16": 8e-5}  # fmt: skip
     recorded = [Figure(name, value, "nats", "<=") for name, value in gaps.items()]
@@ -71,13 +71,15 @@ def test_without_such_a_run_the_gap_is_held_against_recorded_rows(make_run, reco
     for arm, row in divided.items():
         ratio = rows[f"lora_gap_ratio_{arm}"]
         assert ratio.value == pytest.approx(rows[f"lora_gap_{arm}"].value / gaps[row], rel=1e-4)
-        assert (ratio.goal, ratio.command) == (1.5, f"qarl train examples/configs/runs.yaml  # over {row}")
+        assert (ratio.goal, ratio.command) == (1.5, f"qarl train examples/configs/local_lora.yaml  # over {row}")
 
 
 def test_seeds_have_a_mean_and_its_error_wherever_they_ran(make_run, record, tmp_path):
     folders = []
     for seed, scores in ((1, (0.2, 0.3)), (2, (0.1, 0.34))):
-        run = make_run(f"seed{seed}/runs/run", arm="LoRA w4a16, noise", seed=seed, policy=LORA, noise=True, **SETTINGS)
+        run = make_run(
+            f"seed{seed}/local_lora/run", arm="LoRA w4a16, noise", seed=seed, policy=LORA, noise=True, **SETTINGS
+        )
         records = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
         for at, score in zip((0, -1), scores, strict=True):
             records[at]["validation/reward"] = score
@@ -94,4 +96,4 @@ def test_seeds_have_a_mean_and_its_error_wherever_they_ran(make_run, record, tmp
     kinds = ("reward_first", "reward", "reward_mean", "accuracy_first", "accuracy", "entropy", "gap")
     assert set(found) == {f"lora_{kind}_w4a16_noise" for kind in kinds}
     assert (tmp_path / "images" / "lora.png").stat().st_size > 10_000
-    assert len(list((tmp_path / "runs" / "runs").iterdir())) == 2
+    assert len(list((tmp_path / "runs" / "local_lora").iterdir())) == 2

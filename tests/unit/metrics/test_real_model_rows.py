@@ -215,6 +215,15 @@ def test_each_validation_set_has_its_accuracy_and_the_first_is_the_test(make_arm
     assert load_run(kept.parent).column("validation/reward")[-1] == 0.3
 
 
+def test_a_command_that_names_no_config_is_not_recorded(make_arms, record):
+    folder = make_arms("runs", 1, arms=["BF16"])
+    folder = folder.rename(folder.with_name("local_math_longer"))
+    with pytest.raises(SystemExit, match=r"no config is called local_math_longer\.yaml"):
+        record("real_model_runs", folder, *NAMES)
+    rows = record("real_model_runs", folder, *NAMES, "--command", "qarl train other.yaml")
+    assert {row.command for row in rows.values()} == {"qarl train other.yaml"}
+
+
 def test_runs_of_two_machines_are_not_recorded_as_one(make_arms, record):
     folder = make_arms("runs", 1)
     (folder / "BF16-seed1" / "run.json").write_text(json.dumps({"hardware": "1x NVIDIA H100", "versions": {}}))
