@@ -27,7 +27,7 @@ from qarl_formats import QuantFormat
 from qarl_kernels import get_format, quantize_weight
 from qarl_nemo.checkpoints.split_channels import channel_order, plan_splitting, split_columns
 from qarl_nemo.metrics.machine import facts
-from qarl_nemo.metrics.results import Figure, record_figures
+from qarl_nemo.metrics.results import Figure, record_figures, running_command
 from qarl_nemo.train.config import PolicyConfig
 from qarl_nemo.train.model import load_model
 
@@ -111,11 +111,15 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="results file, e.g. docs/results/neighbours.json")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
+    command = running_command("python tools/bench/channel_splitting.py", "--record")
+    # Where both lie is this machine's affair.
+    for place, name in ((options.model, options.model.name), (options.data, "gsm8k/test.jsonl")):
+        command = command.replace(str(place), name)
     record_figures(
         options.record,
         (figure._replace(name=f"split_{figure.name}") for figure in measure(options)),
         **facts("cpu"),
-        command=f"python tools/bench/channel_splitting.py --model {options.model.name} --data gsm8k/test.jsonl",
+        command=command,
     )
 
 

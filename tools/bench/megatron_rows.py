@@ -8,7 +8,7 @@ from statistics import median
 from megatron_model import ran_on
 
 from qarl_nemo.memory import Learner, Parallelism, rank_memory
-from qarl_nemo.metrics.results import Figure, result_rows
+from qarl_nemo.metrics.results import Figure, result_rows, running_command
 
 BASELINE = "megatron"
 PARTS = ("moe", "forward", "quantize", "forward_backward", "optimizer")
@@ -119,7 +119,7 @@ def step_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> 
     """
     require_same_function(found)
     program = f"torchrun --nproc-per-node {num_gpus} tools/bench/megatron_step.py"
-    command = f"{program} --ep {','.join(map(str, options.ep))} --variants {','.join(options.variants)}"
+    command = running_command(program, "--record", "--raw")
     return result_rows(_figures(found, options), command=command, **ran_on(num_gpus))
 
 

@@ -39,7 +39,7 @@ from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights, release
 from qarl_nemo.megatron.checks import require_supported
 from qarl_nemo.megatron.publish import publish_layers, publish_update
-from qarl_nemo.metrics.results import Figure, append_results, result_rows
+from qarl_nemo.metrics.results import Figure, append_results, result_rows, running_command
 
 
 def parse_layout(text: str) -> Layout:
@@ -161,11 +161,8 @@ def publish_rows(found: list[dict], num_gpus: int, bf16_bytes: int) -> list[dict
         if entry["format"] == "w4a16" and entry["layout"] == found[0]["layout"]:
             add("publish_s", median(entry["s"]), "s")
             add("publish_bytes_ratio", ratio, "")
-    return result_rows(
-        figures,
-        **ran_on(num_gpus),
-        command=f"torchrun --nproc-per-node {num_gpus} tools/bench/publish.py",
-    )
+    program = f"torchrun --nproc-per-node {num_gpus} tools/bench/publish.py"
+    return result_rows(figures, **ran_on(num_gpus), command=running_command(program, "--record", "--raw"))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from refit_model import ENVIRONMENT, Learner, model_config, shapes, start
 
 from qarl_kernels import FORMAT_NAMES, get_format
 from qarl_nemo.metrics.machine import facts
-from qarl_nemo.metrics.results import Figure, record_figures
+from qarl_nemo.metrics.results import Figure, record_figures, running_command
 from qarl_nemo.names import check_targets
 from qarl_nemo.refit.answers import ask
 from qarl_nemo.refit.engine import VllmEngine
@@ -46,7 +46,6 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = VllmEngine(start(config, fmt, options.targets, Path(folder)))
     bf16_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes(config).values())
-    nested = f" --formats {format_name} --nested-in {options.nested_in}" if options.nested_in else ""
     with _measuring_alone():
         for name in options.senders:
             device = "cuda:1" if name == "collective" else "cuda:0"
@@ -61,7 +60,7 @@ def bench(format_name: str, options: argparse.Namespace) -> None:
                 options.record,
                 refit_figures(label, name, figures, bf16_bytes, options.targets),
                 **facts("cuda", 2 if name == "collective" else 1, ["vllm"]),
-                command=f"python tools/bench/refit.py --targets {','.join(options.targets)} --senders {name}{nested}",
+                command=options.command,
             )
     engine.llm.llm_engine.engine_core.shutdown()
 
@@ -148,6 +147,7 @@ def main() -> None:
     unknown = [name for name in options.senders if name not in SENDERS]
     if unknown:
         parser.error(f"unknown senders {unknown}; legal: {', '.join(SENDERS)}")
+    options.command = running_command("python tools/bench/refit.py", "--record")
     for name in options.formats.split(","):
         # Each format has a process of its own, because an engine frees its memory only when its parent ends.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

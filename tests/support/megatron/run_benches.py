@@ -46,6 +46,7 @@ def step_rows(folder: Path) -> list[dict]:
         record=folder / "rows.json",
         architecture=ARCHITECTURE,
     )
+    sys.argv[1:] = ["--tokens", "32,64", "--recompute", "none", "--record", str(options.record)]
     return megatron_rows.step_rows(megatron_step.bench(options), dist.get_world_size(), options)
 
 
@@ -55,6 +56,7 @@ def publish_rows() -> list[dict]:
         layouts=["ep2", "tp2_etp2"], formats=["w4a16", "bf16"], repeats=1, raw=None, architecture=ARCHITECTURE
     )
     whole = 2 * ARCHITECTURE.num_parameters
+    sys.argv[1:] = ["--layouts", "ep2,tp2_etp2", "--layers", "2"]
     return publish.publish_rows(publish.bench(options), dist.get_world_size(), whole)
 
 

@@ -26,8 +26,9 @@ def test_benches_and_streams(tools, tmp_path):
     assert figures["fp8_block_hp_step_ratio_ep2_32"].goal == 0.85
     assert "megatron_step_ratio_ep2" not in figures
     assert figures["engine_rounding_w4a16_step_ratio_ep2_32"].value > 0
-    assert figures["engine_rounding_w4a16_step_ratio_ep2"].command.endswith("w4a16,w4a16+er,fp8_block+hp")
+    assert figures["engine_rounding_w4a16_step_ratio_ep2"].command.endswith("step.py --tokens 32,64 --recompute none")
     assert "engine_rounding_bf16_step_ratio_ep2" not in figures
     assert figures["publish_bytes_ratio_bf16_tp2_etp2"].value == 1
+    assert figures["publish_bytes_ratio"].command.endswith("publish.py --layouts ep2,tp2_etp2 --layers 2")
     assert figures["publish_bytes_ratio"].value == figures["publish_bytes_ratio_w4a16_ep2"].value < 0.5
     assert results["streamed"] == dict.fromkeys(("held", "forgotten", "manifest", "bytes", "one layer"), True)
