@@ -91,9 +91,10 @@ def run_figures(name: str, run: Run, baseline: Run | None) -> list[Figure]:
     summary = summarize_run(run)
     rise = summary["reward_final"] - summary["reward_first"]
     # A stopped run has logged only part of its last step.
-    finished, step_s = float(np.isfinite(run.column(_STEP)).sum()), median(run.column(_STEP))
+    finished = np.isfinite(run.column(_STEP))
+    step_s = median(run.column(_STEP)[finished])
     figures = [
-        Figure(f"run_steps_{name}", finished, "steps", ">=", ENOUGH_STEPS if name == LEARNS else None),
+        Figure(f"run_steps_{name}", float(finished.sum()), "steps", ">=", ENOUGH_STEPS if name == LEARNS else None),
         Figure(f"reward_rise_{name}", rise, "", ">="),
         Figure(f"reward_final_{name}", summary["reward_final"], "", ">="),
         Figure(f"gap_{name}", summary["abs_gap_mean"], "nats", "<="),
@@ -101,7 +102,8 @@ def run_figures(name: str, run: Run, baseline: Run | None) -> list[Figure]:
         Figure(f"refit_s_{name}", median(run.column("refit/total_s")), "s", "<="),
     ]
     figures += [
-        Figure(f"phase_s_{phase}_{name}", median(values), "s", "<=") for phase, values in phase_seconds(run).items()
+        Figure(f"phase_s_{phase}_{name}", median(values[finished]), "s", "<=")
+        for phase, values in phase_seconds(run).items()
     ]
     if baseline is not None:
         # Gaps shrink as a policy grows more certain, so compare only the steps that both have.

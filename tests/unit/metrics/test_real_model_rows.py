@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -239,6 +240,17 @@ def logs(tmp_path):
     facts = {"command": "python run", "hardware": "2x NVIDIA H200", "versions": {"vllm": "0.25.1"}, "start_s": 139.5}
     (start / "run.json").write_text(json.dumps(facts))
     return start.parent
+
+
+def test_a_step_that_a_run_died_in_takes_no_part_in_its_phases(record, tmp_path):
+    # The first three steps warm up, so that this one would be all that counts.
+    names = ("total_step_time", "generation", "prepare_for_generation/total", "policy_training")
+    died = {4: {f"timing/train/{name}": math.nan for name in names}}
+    start = write_start(tmp_path / "logs" / "exp_001", range(1, 5), more=died)
+    (start / "run.json").write_text(json.dumps({"command": "python run", "hardware": "GPU", "versions": {}}))
+    rows = {name: row.value for name, row in record("nemo_rl_runs", f"--run=w4a16={start.parent}").items()}
+    found = [rows[f"{name}_w4a16"] for name in ("run_steps", "step_s", "phase_s_rollout", "phase_s_update")]
+    assert found == [3, 10.0, 4.0, 3.0]
 
 
 def evaluation(folder, **changes):
