@@ -11,6 +11,8 @@ from qarl_nemo.memory import Learner, Parallelism, rank_memory
 from qarl_nemo.metrics.results import Figure, result_rows, running_command
 
 BASELINE = "megatron"
+# Of a rank's microbatch, in the rows whose names do not say it.
+MOST_TOKENS = 32768
 PARTS = ("moe", "forward", "quantize", "forward_backward", "optimizer")
 GOALS = {"w4a16": 1.05, "w4a8": 0.85, "fp8_block": 0.85, "fp8_channel": 0.85, "int8": 0.85, "nvfp4": 1.05}
 
@@ -90,40 +92,39 @@ def _ratios(entry: dict, base: dict, parts: tuple[str, ...] = ("quantize", "forw
     return [ours / theirs for ours, theirs in zip(*totals, strict=True)]
 
 
-def _where(entry: dict, options: argparse.Namespace) -> str:
-    return f"ep{entry['ep']}" + ("" if entry["tokens"] == max(options.tokens) else f"_{entry['tokens']}")
+def _where(entry: dict) -> str:
+    return f"ep{entry['ep']}" + ("" if entry["tokens"] == MOST_TOKENS else f"_{entry['tokens']}")
 
 
-def _rounding_ratios(found: list[dict], options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+def _rounding_ratios(found: list[dict]) -> Iterator[tuple[str, float]]:
     # The ratio of a variant with engine rounding to the same one without it, in the same rounds.
     for entry in found:
         same = [one for one in found if f"{one['variant']}+er" == entry["variant"] and _place(one) == _place(entry)]
         for plain in same:
-            name, where = f"engine_rounding_{plain['variant'].replace('+', '_')}", _where(entry, options)
+            name, where = f"engine_rounding_{plain['variant'].replace('+', '_')}", _where(entry)
             yield f"{name}_step_ratio_{where}", median(_ratios(entry, plain))
             yield f"{name}_forward_ratio_{where}", median(_ratios(entry, plain, ("forward",)))
             if entry.get("gpu_s"):
                 yield f"{name}_gpu_ratio_{where}", entry["gpu_s"] / plain["gpu_s"]
 
 
-def step_rows(found: list[dict], num_gpus: int, options: argparse.Namespace) -> list[dict]:
+def step_rows(found: list[dict], num_gpus: int) -> list[dict]:
     """Turn what was measured into rows: ratios to Megatron's BF16 in the same round, medians and spreads.
 
     Args:
         found: records that `bench` returned.
         num_gpus: how many GPUs it ran on.
-        options: the command line's options.
 
     Returns:
-        The rows; unless they are for the most tokens, their names include the number of tokens.
+        The rows; unless they are for `MOST_TOKENS`, their names include the number of tokens.
     """
     require_same_function(found)
     program = f"torchrun --nproc-per-node {num_gpus} tools/bench/megatron_step.py"
     command = running_command(program, "--record", "--raw")
-    return result_rows(_figures(found, options), command=command, **ran_on(num_gpus))
+    return result_rows(_figures(found), command=command, **ran_on(num_gpus))
 
 
-def _figures(found: list[dict], options: argparse.Namespace) -> list[Figure]:
+def _figures(found: list[dict]) -> list[Figure]:
     figures: list[Figure] = []
 
     def add(name: str, value: float, unit: str = "", goal: float | None = None) -> None:
@@ -132,7 +133,7 @@ def _figures(found: list[dict], options: argparse.Namespace) -> list[Figure]:
     for entry in found:
         base = next(one for one in found if one["variant"] == BASELINE and _place(one) == _place(entry))
         name = entry["variant"].replace("+", "_")
-        where = _where(entry, options)
+        where = _where(entry)
         for part in PARTS:
             add(f"{name}_{part}_ms_{where}", 1e3 * median(entry[f"{part}_s"]), "ms")
         if entry.get("gpu_s"):
@@ -150,7 +151,7 @@ def _figures(found: list[dict], options: argparse.Namespace) -> list[Figure]:
             add(f"{name}_gpu_ratio_{where}", entry["gpu_s"] / base["gpu_s"])
         whole = ("quantize", "forward_backward", "optimizer")
         add(f"{name}_whole_step_ratio_{where}", median(_ratios(entry, base, whole)))
-    for name, value in _rounding_ratios(found, options):
+    for name, value in _rounding_ratios(found):
         add(name, value)
     errors = [abs(entry["predicted_bytes"] / max(peak_bytes(entry), 1) - 1) for entry in found]
     add("memory_model_error", max(errors), goal=0.05)

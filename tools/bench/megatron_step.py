@@ -35,7 +35,7 @@ from megatron_model import (
     transformer_config,
     with_optimizer,
 )
-from megatron_rows import BASELINE, describe, predicted_bytes, step_rows
+from megatron_rows import BASELINE, MOST_TOKENS, describe, predicted_bytes, step_rows
 from torch import Tensor, nn
 
 from qarl_kernels import get_format
@@ -327,7 +327,7 @@ def _keep(found: list[dict], options: argparse.Namespace) -> None:
     if options.raw and dist.get_rank() == 0:
         options.raw.write_text(json.dumps(found, indent=1))
     if options.record and dist.get_rank() == 0:
-        append_results(options.record, step_rows(found, dist.get_world_size(), options))
+        append_results(options.record, step_rows(found, dist.get_world_size()))
 
 
 def _profile(variants: list[Variant], batch: Batch, found: list[dict], options: argparse.Namespace) -> None:
@@ -358,7 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", type=lambda text: text.split(","), default=VARIANTS.split(","))
     parser.add_argument("--ep", type=numbers, default=[1], help="expert parallel sizes, e.g. 1,2,4")
-    parser.add_argument("--tokens", type=numbers, default=[8192, 32768], help="of a rank's microbatch")
+    parser.add_argument("--tokens", type=numbers, default=[8192, MOST_TOKENS], help="of a rank's microbatch")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=2)

@@ -47,7 +47,7 @@ def step_rows(folder: Path) -> list[dict]:
         architecture=ARCHITECTURE,
     )
     sys.argv[1:] = ["--tokens", "32,64", "--recompute", "none", "--record", str(options.record)]
-    return megatron_rows.step_rows(megatron_step.bench(options), dist.get_world_size(), options)
+    return megatron_rows.step_rows(megatron_step.bench(options), dist.get_world_size())
 
 
 def publish_rows() -> list[dict]:
