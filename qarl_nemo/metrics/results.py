@@ -6,12 +6,13 @@ import math
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from qarl_nemo.files import read_json, require_makeable, write_atomic
+from qarl_nemo.files import exclusive, read_json, require_makeable, write_atomic
 
 
 class Figure(NamedTuple):
@@ -100,6 +101,10 @@ def require_place(path: Path) -> None:
     if path.exists():
         read_results(path)
     require_makeable(path)
+    if path.parent.is_dir():
+        # Its file system may have no locks.
+        with _alone(path):
+            pass
 
 
 def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) -> list[ResultRow]:
@@ -119,15 +124,16 @@ def append_results(path: Path, rows: Iterable[Mapping[str, Any] | ResultRow]) ->
         ValueError: a new row, or one in the file, is not valid; nothing is written.
     """
     new = _validate([row.model_dump() if isinstance(row, ResultRow) else dict(row) for row in rows], "new rows")
-    old = read_results(path) if path.exists() else []
-    merged = {(row.name, row.hardware): row for row in old}
-    last = {row.name: row.hardware for row in old}
-    for row in new:
-        if last.get(row.name) != row.hardware:
-            merged.pop((row.name, row.hardware), None)
-        merged[row.name, row.hardware], last[row.name] = row, row.hardware
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, merged.values())
+    with _alone(path):
+        old = read_results(path) if path.exists() else []
+        merged = {(row.name, row.hardware): row for row in old}
+        last = {row.name: row.hardware for row in old}
+        for row in new:
+            if last.get(row.name) != row.hardware:
+                merged.pop((row.name, row.hardware), None)
+            merged[row.name, row.hardware], last[row.name] = row, row.hardware
+        _write(path, merged.values())
     return list(merged.values())
 
 
@@ -140,10 +146,11 @@ def remove_results(path: Path, names: Collection[str]) -> list[ResultRow]:
     Raises:
         ValueError: the file is not a results file.
     """
-    rows = read_results(path)
-    removed = [row for row in rows if row.name in names]
-    if removed:
-        _write(path, [row for row in rows if row.name not in names])
+    with _alone(path):
+        rows = read_results(path)
+        removed = [row for row in rows if row.name in names]
+        if removed:
+            _write(path, [row for row in rows if row.name not in names])
     return removed
 
 
@@ -209,6 +216,11 @@ def running_command(program: str, *left_out: str) -> str:
         elif word.partition("=")[0] not in left_out:
             kept.append(word)
     return " ".join([program, shlex.join(kept)]).rstrip()
+
+
+def _alone(path: Path) -> AbstractContextManager[None]:
+    # Benches that run side by side add to one file; a row written between another's reading and writing would be lost.
+    return exclusive(path.with_name(f".{path.name}.lock"), f"results file {path}", wait=True)
 
 
 def _write(path: Path, rows: Iterable[ResultRow]) -> None:

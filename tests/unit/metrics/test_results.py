@@ -2,10 +2,13 @@ import json
 import math
 import runpy
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from qarl_nemo.metrics import results
 from qarl_nemo.metrics.results import append_results, read_results
 
 TOOL = Path(__file__).parents[3] / "tools" / "render_results.py"
@@ -37,6 +40,21 @@ def test_a_row_of_the_same_name_and_hardware_takes_the_old_ones_place(tmp_path):
         ("demo_train_s", "1x H200", 20.0),
     ]
     assert json.loads(path.read_text())[0] == row(value=90.0, goal=180.0)
+
+
+def test_rows_that_are_added_side_by_side_are_all_kept(monkeypatch, tmp_path):
+    def read_slowly(path):
+        found = read_results(path)
+        time.sleep(0.05)
+        return found
+
+    path = tmp_path / "local.json"
+    append_results(path, [row("first")])
+    monkeypatch.setattr(results, "read_results", read_slowly)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: append_results(path, [row(f"figure_{number}")]), range(4)))
+    assert {item.name for item in read_results(path)} == {"first", *(f"figure_{number}" for number in range(4))}
+    assert [file.name for file in tmp_path.iterdir()] == ["local.json"]
 
 
 def test_of_one_figure_on_several_machines_the_newest_row_comes_last(tmp_path):
