@@ -355,9 +355,10 @@ def test_figures_become_rows(checkpoint, precision):
     asked = settings(checkpoint, precision=precision, targets=("experts", "attention"))
     measured = compare(asked)
     figures = gap_figures(measured, precision)
+    asked_for = "_experts_attention_group_size_64"
     rows = {row["name"]: row for row in comparison_rows(asked, measured.engine, figures, "cpu", "qarl compare")}
-    assert {"gap_floor_bf16_experts_attention", "gap_aligned_w4a16_experts_attention"} <= set(rows)
-    assert rows["gap_ratio_own_w4a16_experts_attention"]["goal"] is None
+    assert {f"gap_floor_bf16{asked_for}", f"gap_aligned_w4a16{asked_for}"} <= set(rows)
+    assert rows[f"gap_ratio_own_w4a16{asked_for}"]["goal"] is None
     far = rows_by_arm(measured)["rollout_only", "w4a16", "sampled"]
     assert far["gap_over_own"] > 4
 
