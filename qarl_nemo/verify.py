@@ -104,7 +104,7 @@ def _answer_requests() -> None:
         print(json.dumps([reward(*pair) for pair in json.loads(line)]), file=answers, flush=True)
 
 
-# Long responses are kept whole: so many of 60,000 characters take a quarter of a GiB.
+# Responses are kept whole: 4,096 of 60,000 characters take a quarter of a GiB.
 @functools.lru_cache(maxsize=4096)
 def _verified(response: str, answer: str) -> float:
     from math_verify import parse, verify
