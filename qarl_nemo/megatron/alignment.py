@@ -1,7 +1,7 @@
 """What all aligned layers of one Megatron model share: format, weight of the input gradient, count of changes."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -56,12 +56,20 @@ class Alignment:
         return AlignedWeight(name, master, self.format, self.changes, self.keep_operand)
 
 
-def bump_on_step(optimizer: Any, changes: MasterChanges) -> None:
-    """Make every step of an optimizer, Megatron's or torch's, declare that the master weights have changed."""
+def bump_on_step(optimizer: Any, changes: MasterChanges, model: Sequence[nn.Module] = ()) -> None:
+    """Make every step of an optimizer, Megatron's or torch's, declare that the master weights have changed.
+
+    Args:
+        optimizer: changed in place.
+        changes: counts the steps.
+        model: chunks whose quantized weights are dropped before a step, which makes them stale, so that they take no
+            room beside the FP32 copies that Megatron's step makes of all gradients.
+    """
     step = optimizer.step
 
     @functools.wraps(step)
     def step_and_bump(*args: Any, **kwargs: Any) -> Any:
+        release(model)
         # A step that fails half-way may have changed weights.
         try:
             return step(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Skips optimizer steps whose gradients are not finite, on all ranks alike, and ends a run that cannot go on."""
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class StepGuard:
         nonfinite: what this rank's loss found since the last step; whoever trains puts the loss's list here.
         num_skipped: number of skipped steps.
         skipped_in_a_row: number of skipped steps since the last one that was applied.
+        seconds: what all steps took together, from the last gradient to the new weights; whoever trains resets it.
     """
 
     def __init__(self, model: Sequence[nn.Module], optimizer: Any, limit: int) -> None:
@@ -35,6 +37,7 @@ class StepGuard:
         self._optimizer, self._step, self._limit = optimizer, optimizer.step, limit
         self.nonfinite: list[NonFinite | None] = []
         self.num_skipped = self.skipped_in_a_row = 0
+        self.seconds = 0.0
         optimizer.step = self.step
 
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -46,6 +49,18 @@ class StepGuard:
         Raises:
             RuntimeError: too many steps in a row were skipped; raised on all ranks.
         """
+        started = self._now()
+        outcome = self._step_if_finite()
+        self.seconds += self._now() - started
+        return outcome
+
+    def _now(self) -> float:
+        # A step waits for its gradients' norm anyway, and NeMo-RL for what it returns.
+        if self._parameter.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _step_if_finite(self) -> tuple[bool, float | None, int | None]:
         self._optimizer.prepare_grads()
         norm = self._optimizer.get_grad_norm()
         finite = torch.tensor(float(norm is None or math.isfinite(norm)), device=self._parameter.device)

@@ -41,6 +41,7 @@ _RENAMED = {
     f"{_OURS}num_nonfinite_tokens": "mismatch/nonfinite_tokens",
     f"{_OURS}error_tokens": "error_tokens/rate",
     f"{_OURS}skipped_steps": "optim/skipped_steps",
+    f"{_OURS}optimizer_s": "optim/step_s",
     "timing/train/total_step_time": "timing/step_s",
     # Logged by itself, and part of the step's.
     "timing/validation/total_validation_time": "timing/validation_s",

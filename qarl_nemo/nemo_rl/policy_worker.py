@@ -20,6 +20,7 @@ from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.megatron.alignment import Alignment, bump_on_step
 from qarl_nemo.megatron.param_groups import inner_optimizers
 from qarl_nemo.megatron.publish import publish_layers, publish_update
+from qarl_nemo.megatron.stacked_muon import stack_muon
 from qarl_nemo.megatron.step_guard import StepGuard
 from qarl_nemo.moments import reset_moments
 from qarl_nemo.nemo_rl.aligned_model import aligned_provider, executing, require_aligned
@@ -79,8 +80,11 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
         aligned = require_aligned([self.model], self.alignment)
         print(f"qarl: rank {self.rank} executes {aligned}; rollouts are {self.served.name}", flush=True)
         if self.optimizer is not None:
-            bump_on_step(self.optimizer, self.alignment.changes)
+            if stacked := stack_muon(self.optimizer):
+                print(f"qarl: rank {self.rank} steps {stacked} matrices in stacks", flush=True)
             self._guard = StepGuard([self.model], self.optimizer, qarl.max_skipped_steps)
+            # Outside of the guard, which makes FP32 copies of gradients.
+            bump_on_step(self.optimizer, self.alignment.changes, [self.model])
 
     @property
     def served(self) -> QuantFormat:
@@ -103,6 +107,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             RuntimeError: `qarl.max_skipped_steps` steps in a row were skipped.
         """
         before, self._guard.nonfinite = self._guard.num_skipped, getattr(loss_fn, "nonfinite", [])
+        self._guard.seconds = 0.0
         recording = getattr(loss_fn, "recording", None)
         # All ranks take part in it.
         with_entropy = nullcontext() if recording is None else entropy_of_logits(megatron_train)
@@ -117,7 +122,7 @@ class QarlMegatronPolicyWorkerImpl(SharesGpu):
             results = super().train(data, loss_fn, *arguments, **named)
         if recording is not None:
             recording.write()
-        metrics = {"skipped_steps": float(self._guard.num_skipped - before)}
+        metrics = {"skipped_steps": float(self._guard.num_skipped - before), "optimizer_s": self._guard.seconds}
         metrics |= fullest(gather_plain(self._memory.take(), waiting_group()))
         # NeMo-RL adds up what the data-parallel ranks return, so only the first one returns them.
         first = parallel_state.get_data_parallel_rank() == 0

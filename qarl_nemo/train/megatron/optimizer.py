@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from qarl_nemo.megatron.param_groups import factor_overrides, inner_optimizers, require_factors
+from qarl_nemo.megatron.stacked_muon import stack_muon
 from qarl_nemo.moments import reset_moments
 from qarl_nemo.muon import MEGATRON, MEGATRONS_PACKAGE
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
@@ -87,6 +88,7 @@ class MegatronStepper:
         )
         overrides = factor_overrides(config, factors, lambda factor: {"lr_mult": factor})
         self._optimizer = get_megatron_optimizer(config, [self.model], **overrides)
+        stack_muon(self._optimizer)
         _take_factors(self._optimizer.param_groups, factors)
         self._settings = settings
         self.num_steps = self.skipped_in_a_row = 0

@@ -107,6 +107,7 @@ def wrapped(megatron, name, wrapper):
     from megatron.core.transformer.module import Float16Module
 
     from qarl_nemo.megatron.alignment import bump_on_step
+    from qarl_nemo.megatron.stacked_muon import stack_muon
 
     settings, options, fused = WRAPPERS[wrapper]
     if "muon" in wrapper and importlib.util.find_spec("emerging_optimizers") is None:
@@ -122,7 +123,8 @@ def wrapped(megatron, name, wrapper):
     adam = {"optimizer": "adam", "use_distributed_optimizer": True}
     config = OptimizerConfig(**adam | {"lr": 0.01, "bf16": True, "params_dtype": torch.bfloat16} | options)
     optimizer = get_megatron_optimizer(config, [model])
-    bump_on_step(optimizer, alignment.changes)
+    assert (stack_muon(optimizer) > 0) == ("muon" in wrapper)
+    bump_on_step(optimizer, alignment.changes, [model])
     return model, core, alignment, shape, optimizer
 
 

@@ -214,6 +214,20 @@ def test_a_step_counts_as_a_change_even_if_it_fails():
     assert changes.count == 2
 
 
+def test_quantized_weights_are_gone_while_a_step_runs():
+    linear = torch.nn.Linear(64, 64, bias=False)
+    alignment = Alignment(get_format("int8"))
+    linear.aligned = alignment.weight("linear", linear.weight)
+    before, held = linear.aligned.quantized(), []
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+    linear.weight.grad = torch.ones_like(linear.weight)
+    optimizer.register_step_pre_hook(lambda *_: held.append(linear.aligned._quantized))
+    bump_on_step(optimizer, alignment.changes, [linear])
+    optimizer.step()
+    assert held == [None]
+    assert not torch.equal(linear.aligned.quantized().tensors["weight"], before.tensors["weight"])
+
+
 class Stateful(torch.nn.Linear):
     """Has an extra state, as Transformer-Engine's norms do."""
 

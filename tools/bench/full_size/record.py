@@ -165,6 +165,7 @@ def figures(timed: Timed, skip: Sequence[int]) -> Figures:
         "full_refit_s": (timed.median("refit/total_s", skip), "s", "<="),
         "full_refit_wait_s": (timed.median("refit/wait_s", skip), "s", "<="),
         "full_gap": (timed.median("mismatch/abs_gap_mean", skip), "nats", "<="),
+        "full_optimizer_s": (timed.median("optim/step_s", skip), "s", "<="),
         **{f"full_phase_s_{name}": (value, "s", "<=") for name, value in phases.items()},
         **{f"full_refit_s_{part}": (timed.median(f"refit/{part}_s", skip), "s", "<=") for part in REFIT_PARTS},
     }
