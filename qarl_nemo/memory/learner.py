@@ -103,7 +103,8 @@ class Memory:
 
     Attributes:
         parts: `weights`, `gradients`, `optimizer`, `packed`, `activations`, `working`, `logits`.
-        step: what the optimizer's step needs beside what is held between steps, when activations are gone.
+        step: what the optimizer's step needs beside what is held between steps, when activations and packed weights
+            are gone.
     """
 
     parts: Mapping[str, float]
@@ -117,12 +118,16 @@ class Memory:
     @property
     def peak_bytes(self) -> float:
         """The most that is held in a step: logits are freed before a layer's backward needs its working memory."""
-        return self.static_bytes + max(self._backward, self.step)
+        return self.static_bytes + max(self._backward, self._step)
 
     @property
     def fp32_gradients_help(self) -> bool:
         """Whether the peak would be lower with FP32 gradients, twice as large, of which a step makes no copies."""
-        return self.step > self.parts["gradients"] + self._backward
+        return self._step > self.parts["gradients"] + self._backward
+
+    @property
+    def _step(self) -> float:
+        return self.step - self.parts["packed"]
 
     @property
     def _backward(self) -> float:

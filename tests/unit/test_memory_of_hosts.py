@@ -133,10 +133,13 @@ def muon(name: str, *, parameters_leave: bool) -> float:
     return sum(host_memory(model, ranks, learner, learner, gpus=2, engine_tp=1, engines_forget=True, **leave).values())
 
 
-@pytest.mark.parametrize("name", ["w4a16", "bf16", "fp8_block"])
+@pytest.mark.parametrize(
+    "arm", ["w4a16", "w4a16_kept", "bf16", "w4a8", "fp8_channel", "w4a16_single", "bf16_single", "fp8_block_single"]
+)
 @pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update", "refit"])
-def test_a_host_holds_muons_state_and_no_parameters(name, phase):
-    row = measured()[f"full_memory_host_gib_{phase}_{name}_2gpu"] * GIB
+def test_a_host_holds_muons_state_and_no_parameters(arm, phase):
+    row = measured()[f"full_memory_host_gib_{phase}_{arm}_2gpu"] * GIB
+    name = arm.removesuffix("_kept").removesuffix("_single")
     assert muon(name, parameters_leave=False) == pytest.approx(row, rel=MOST)
     assert muon(name, parameters_leave=True) > 1.2 * row
 
@@ -157,7 +160,11 @@ def test_the_page_says_what_is_computed():
     ):
         assert f"| {arms} | {sum(on_four(arms.split('`')[1]).values()) / GIB:.1f} GiB |" in page
     recipes = muon("w4a16", parameters_leave=False) / GIB
-    assert f"| `w4a16_2gpu`, `bf16_2gpu`, `fp8_block_2gpu` | {recipes:.1f} GiB |" in page
+    for arms in (
+        "`w4a16_single_2gpu`, `bf16_single_2gpu`, `fp8_block_single_2gpu`",
+        "`w4a16_2gpu`, `w4a16_kept_2gpu`, `bf16_2gpu`, `w4a8_2gpu`, `fp8_channel_2gpu`",
+    ):
+        assert f"| {arms} | {recipes:.1f} GiB |" in page
     lines = page.partition("## The host's memory")[2].splitlines()
     for arm, name, layers, gpus in FORGETFUL:
         line = next(line for line in lines if line.startswith("| ") and f"`{arm}`" in line)

@@ -120,7 +120,7 @@ def test_what_is_offloaded_or_smaller_is_not_counted(model):
     assert rank_memory(model, ranks, Learner(logits=False)).parts["logits"] == 0
 
 
-@pytest.mark.parametrize("arm", ["w4a16", "bf16", "fp8_block"])
+@pytest.mark.parametrize("arm", ["w4a16", "bf16", "w4a8", "fp8_channel"])
 def test_muons_step_holds_what_was_measured(model, arm):
     """The recipes on a sixth of the layers and two GPUs, whose step holds FP32 copies of BF16 gradients."""
     rows = {row["name"]: row["value"] for row in json.loads((ROOT / "docs" / "results" / "full_size.json").read_text())}
@@ -131,7 +131,8 @@ def test_muons_step_holds_what_was_measured(model, arm):
     )  # fmt: skip
     held = rank_memory(replace(model, num_layers=8), Parallelism(2, tp=2, ep=2), learner)
     assert held.peak_bytes == pytest.approx(measured, rel=0.01)
-    # The backward alone is far from it, and FP32 gradients need no copies.
+    # Packed weights, which are gone by then, would be too much, the backward alone too little.
+    assert held.static_bytes + held.step > 1.02 * measured
     assert held.static_bytes + held.parts["activations"] + held.parts["working"] < 0.97 * measured
     wide = rank_memory(replace(model, num_layers=8), Parallelism(2, tp=2, ep=2), replace(learner, gradient_bytes=4))
     assert wide.step == 0
@@ -143,8 +144,8 @@ def test_muons_step_holds_what_was_measured(model, arm):
         rank_memory(replace(model, num_layers=8), Parallelism(2, tp=2, ep=2), replace(short, gradient_bytes=size))
         for size in (2, 4)
     )
-    assert less.fp32_gradients_help
-    assert lesser.peak_bytes < less.peak_bytes
+    # BF16's stacked copies, which are gone during a step, are as large as the gradients.
+    assert less.fp32_gradients_help == (lesser.peak_bytes < less.peak_bytes) == (arm != "bf16")
 
 
 def test_adam_copies_gradients_unless_it_is_precision_aware(model):

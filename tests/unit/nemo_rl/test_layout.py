@@ -255,7 +255,7 @@ def test_engines_of_their_own_leave_the_learner_the_rest():
 @pytest.mark.parametrize(
     ("qarl", "changes", "named"),
     [
-        ({"gpu_memory_gib": 40}, {}, "policy.train_micro_batch_size=1: a learner rank needs 61 GiB and 10 beside"),
+        ({"gpu_memory_gib": 40}, {}, "policy.train_micro_batch_size=1: a learner rank needs 60 GiB and 10 beside"),
         ({"gpu_memory_gib": 40}, {}, "policy.logprob_batch_size=4: a learner rank needs"),
         ({"gpu_memory_gib": 40}, {}, "(qarl.gpu_memory_gib)"),
         ({"layerwise_refit": False, "format": "bf16", "alignment": "none"}, {}, "memory: a refit needs"),

@@ -110,4 +110,5 @@ WORKLOADS = {
     "8gpu": Workload(gpus=8, answers=256, updates=8, shipped=True),
     # The same with as much work a GPU and a sixth of the layers: whether the shipped recipes run at all.
     "2gpu": Workload(gpus=2, layers=8, answers=64, updates=8, shipped=True),
+    "2gpu_unequal": Workload(gpus=2, layers=8, answers=64, updates=8, shipped=True, longest=4096, drawn=True),
 }
