@@ -59,10 +59,11 @@ def write_run(
     refit=None,
     seconds=(),
     phases=SECONDS,
+    host="",
 ):
     """Steps, of 22 s if nothing else is said, that end at these times; the GPU holds as many GiB as a step's second."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run"}
+    facts = {"arm": arm, "workload": workload, "placement": placement, "command": "run", "host": host}
     facts |= {} if work is None else {"work": work}
     (folder / "facts.json").write_text(json.dumps(facts))
     start = folder / "logs" / "exp_001"

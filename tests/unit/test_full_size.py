@@ -217,8 +217,9 @@ def test_what_is_not_the_same_work_is_not_compared(tmp_path):
     import record
 
     def timed(workload, **facts):
-        write_run(tmp_path / workload, ends=(100.0, 122.0), workload=workload, **facts)
-        return record.Timed.read(tmp_path / workload)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_run(folder, ends=(100.0, 122.0), workload=workload, **facts)
+        return record.Timed.read(folder)
 
     one, two, half = timed("a12_1gpu"), timed("a12_2gpu"), timed("a24")
     assert record.scaling(two, one, [1]) == {"full_scaling_efficiency_from_1gpu": (1.0, "", ">=")}
@@ -227,6 +228,10 @@ def test_what_is_not_the_same_work_is_not_compared(tmp_path):
             record.scaling(wrong, one, [1])
     with pytest.raises(ValueError, match="another workload"):
         record.ratios(two, [half], [1])
+    here, there, unknown = (timed("a24", arm=f"arm_{host}", host=host) for host in ("here", "there", ""))
+    with pytest.raises(ValueError, match="ran on another host than"):
+        record.ratios(here, [there], [1])
+    assert record.ratios(here, [unknown], [1])
     with pytest.raises(ValueError, match=r"it has steps \[1, 2\], and --skip leaves none"):
         half.steps([1, 2])
 

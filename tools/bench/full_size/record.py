@@ -76,6 +76,7 @@ class Timed:
         placement: where learner and engines were.
         command: what ran it.
         run: its logs.
+        host: which host's; "" where nobody wrote it down.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class Timed:
     placement: Placement
     command: str
     run: Run
+    host: str
     SAID: ClassVar = ("arm", "workload", "placement", "command")
 
     @classmethod
@@ -94,7 +96,9 @@ class Timed:
         said = require_keys(file, read_json(file, "what run.py wrote of an arm"), cls.SAID)
         work = _workload(file, said)
         placement = Placement.parse(said["placement"], work.gpus)
-        return cls(folder, said["arm"], said["workload"], work, placement, said["command"], load_run(folder / "logs"))
+        names = {name: said[name] for name in ("arm", "workload", "command")}
+        run, host = load_run(folder / "logs"), said.get("host", "")
+        return cls(folder, work=work, placement=placement, run=run, host=host, **names)
 
     def steps(self, skip: Sequence[int]) -> list[int]:
         """Return the steps that count, none that a run died in; ValueError if none does."""
@@ -184,7 +188,7 @@ def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figure
     """Return an arm's step time over that of other arms of the same host and workload: medians, and fastest steps.
 
     Raises:
-        ValueError: another arm had another workload, or is the same arm.
+        ValueError: another arm had another workload or ran on another host, or is the same arm.
     """
     wrong = [
         f"{other.folder}: {other.workload}"
@@ -193,6 +197,8 @@ def ratios(timed: Timed, others: Sequence[Timed], skip: Sequence[int]) -> Figure
     ]
     if wrong:
         raise ValueError(f"{timed.folder} ran {timed.workload}, and what it is compared with another workload: {wrong}")
+    if apart := [str(other.folder) for other in others if timed.host and other.host not in ("", timed.host)]:
+        raise ValueError(f"{timed.folder} ran on another host than {', '.join(apart)}, and hosts differ by a tenth")
     if same := [str(other.folder) for other in others if other.arm == timed.arm]:
         raise ValueError(f"{timed.folder}: {timed.arm} is compared with itself in {', '.join(same)}")
     found: Figures = {}

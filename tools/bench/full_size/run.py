@@ -148,6 +148,8 @@ def _run(arm: str, placement: str, folder: Path, tree: Path, arguments: argparse
         "work": asdict(work),
         "placement": placement,
         "command": _command_line(arm, placement, arguments),
+        # Of a host from one start to the next; `record.py` compares no others.
+        "host": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
     }
     (own / "facts.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     paths = (tree, REPOSITORY, REPOSITORY / "kernels", os.environ.get("PYTHONPATH", ""))
