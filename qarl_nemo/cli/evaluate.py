@@ -175,4 +175,6 @@ def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
     console.print(results_table(rows))
     for note in notes(rows):
         console.print(note, markup=False)
+    if differently := sum(one.num_differently for one in evaluations):
+        console.print(f"of the answers from before, {differently} are judged differently by now")
     typer.echo(f"written: {output}, {answers}")

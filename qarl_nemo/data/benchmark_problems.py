@@ -1,16 +1,20 @@
 """A benchmark's problems from the hub or a local file, and whether an answer to one is right."""
 
+import functools
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qarl_nemo import verify
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmarks import Benchmark
 from qarl_nemo.data.config import BenchmarkConfig, DatasetConfig
 from qarl_nemo.data.problems import Task, with_system_prompt
 from qarl_nemo.data.records import fields_of, listed, part_of_copy, read_records
 from qarl_nemo.files import FileError
+from qarl_nemo.installation import installed_version
 from qarl_nemo.verify import reward, rewards
 
 
@@ -144,6 +148,17 @@ def are_right(benchmark: Benchmark, responses: Sequence[str], answers: Sequence[
     if benchmark.check == "math":
         return [value == 1.0 for value in rewards(responses, answers)]
     return [is_right(benchmark, *pair) for pair in zip(responses, answers, strict=True)]
+
+
+@functools.cache
+def checker() -> str:
+    """Return what tells one version of `are_right` from another: a digest of its code and its libraries' versions."""
+    found = hashlib.sha256()
+    for module in (__file__, verify.__file__):
+        found.update(Path(module).read_bytes())
+    for library in ("math-verify", "latex2sympy2-extended", "sympy"):
+        found.update(f"{library} {installed_version(library)}\n".encode())
+    return found.hexdigest()[:16]
 
 
 def chosen_letter(response: str) -> str | None:

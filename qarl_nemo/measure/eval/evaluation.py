@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from qarl_nemo.data.benchmark_problems import are_right
+from qarl_nemo.data.benchmark_problems import are_right, checker
 from qarl_nemo.data.benchmarks import Benchmark
 from qarl_nemo.files import FileError
 from qarl_nemo.measure.eval.engine import Answer
@@ -52,6 +52,9 @@ class Asked:
 class ModelEvaluation:
     """One model and everything it is asked; its engine starts when the first answer is missing.
 
+    Attributes:
+        num_differently: how many kept answers today's checker judges differently than the one that judged them.
+
     Raises:
         ValueError: its tokenizer cannot be used, or its context leaves no room for an answer.
     """
@@ -64,6 +67,7 @@ class ModelEvaluation:
         self.encoder = PromptEncoder(self.tokenizer, prompts, key="--chat-template", none="none")
         self.asked = [self._ask(questions) for questions in job.questions]
         self.engine: PackedEngine | VllmEngine | None = None
+        self.num_differently = 0
 
     @property
     def num_answers(self) -> int:
@@ -81,7 +85,7 @@ class ModelEvaluation:
         )
 
     def answers(self, asked: Asked, show: Callable[[int], None]) -> list[Row]:
-        """Return all answers to one benchmark, from the file where it has them.
+        """Return all answers to one benchmark, from the file where it has them, all judged by the same checker.
 
         Args:
             asked: the benchmark.
@@ -97,6 +101,7 @@ class ModelEvaluation:
                 chunk = self._new_chunk(asked, number, pairs)
                 show(len(chunk))
             rows += chunk
+        self._judge_anew(asked, [row for row in rows if row.get("checker") != checker()])
         return rows
 
     def close(self) -> None:
@@ -126,11 +131,23 @@ class ModelEvaluation:
         right = are_right(benchmark, [answer.text for answer in answers], expected)
         place = self._identity | {"benchmark": benchmark.name, "chunk": number, "chunk_size": len(pairs)}
         chunk = [
-            place | {"problem": index, "sample": sample} | _row(asked, index, answer) | {"right": one}
+            place
+            | {"problem": index, "sample": sample}
+            | _row(asked, index, answer)
+            | {"right": one, "checker": checker()}
             for (index, sample), answer, one in zip(pairs, answers, right, strict=True)
         ]
         self.store.add(chunk)
         return chunk
+
+    def _judge_anew(self, asked: Asked, rows: list[Row]) -> None:
+        if not rows:
+            return
+        right = are_right(asked.benchmark, [row["response"] for row in rows], [row["answer"] for row in rows])
+        self.num_differently += sum(row["right"] != one for row, one in zip(rows, right, strict=True))
+        for row, one in zip(rows, right, strict=True):
+            row |= {"right": one, "checker": checker()}
+        self.store.rewrite()
 
     def _require_same(self, asked: Asked, chunk: list[Row], pairs: list[tuple[int, int]]) -> None:
         place = f"{self.store.path}: {self.model.label}, {asked.benchmark.name}"

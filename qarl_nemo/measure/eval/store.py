@@ -53,12 +53,12 @@ class AnswerStore:
         # A kill can only have cut the last one short.
         for key in [key for key, rows in self._chunks.items() if len(rows) != rows[0]["chunk_size"]]:
             del self._chunks[key]
-        kept = [{"settings": settings}, *(row for rows in self._chunks.values() for row in rows)]
+        self._settings = settings
         # Also where no row is lost: what comes next must not stand on a line that a kill has left unfinished.
-        write_atomic(path, "".join(map(_line, kept)))
+        self.rewrite()
 
     def chunk(self, model: str, benchmark: str, number: int) -> list[Row] | None:
-        """Return the answers of a whole chunk, None if it is still to be asked."""
+        """Return the answers of a whole chunk, as they are held here; None if it is still to be asked."""
         return self._chunks.get((model, benchmark, number))
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -80,6 +80,15 @@ class AnswerStore:
             raise FileError(
                 f"{self.path} cannot be written: {os_reason(error)}; then the same command goes on"
             ) from error
+
+    def rewrite(self) -> None:
+        """Write the whole file, as after answers were changed.
+
+        Raises:
+            FileError: the disk is full or failed; what was there stays.
+        """
+        rows = (row for rows in self._chunks.values() for row in rows)
+        write_atomic(self.path, "".join(map(_line, [{"settings": self._settings}, *rows])))
 
     def _require_same(self, header: Row, settings: Row) -> None:
         found = header.get("settings")
