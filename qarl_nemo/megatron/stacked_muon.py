@@ -2,7 +2,8 @@
 
 Megatron orthogonalizes one matrix after the other. A rank of Qwen3-30B-A3B has a thousand matrices of experts or more,
 each with thirty kernels that leave most of a GPU idle. Emerging-Optimizers' Newton-Schulz iteration takes stacks, too,
-so that everything here but the stacking is Megatron's own: momentum, weight decay, coefficients, scale and precision.
+since 0.3, so that everything here but the stacking is Megatron's own: momentum, weight decay, coefficients, scale and
+precision.
 """
 
 import functools
@@ -25,16 +26,26 @@ def stack_muon(optimizer: Any) -> int:
         optimizer: what `get_megatron_optimizer` returned; changed in place.
 
     Returns:
-        The number of matrices that are stepped in stacks.
+        The number of matrices that are stepped in stacks; none where Newton-Schulz takes no stacks.
     """
     count = 0
     inner: list[Any] = list(inner_optimizers(optimizer))
     for one in inner:
-        # By name, because Megatron-core has had it since 0.20 only; the adaptive one has another rule.
-        if type(one).__name__ == "TensorParallelMuon":
+        # By name, because it is in another module before Megatron-core 0.20; the adaptive one has another rule.
+        if type(one).__name__ == "TensorParallelMuon" and _takes_stacks(optimizer):
             one.step = functools.partial(_step, one, one.step)
             count += sum(_is_whole(one, matrix) for group in one.param_groups for matrix in group["params"])
     return count
+
+
+def _takes_stacks(optimizer: Any) -> bool:
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    # Their kernel for symmetric products takes single matrices.
+    if getattr(getattr(optimizer, "config", None), "muon_use_syrk", False):
+        return False
+    # Megatron-cores whose Muon has other attributes need an Emerging-Optimizers that lacks this.
+    return hasattr(muon_utils, "batched_newton_schulz_step")
 
 
 @torch.no_grad()

@@ -107,6 +107,25 @@ def test_what_ranks_share_is_left_to_megatron(tensor_parallel, expert_parallel, 
     assert stacked([expert, attention], pg_collection=groups, tp_mode=tp_mode)[1] == count
 
 
+def test_a_package_that_takes_no_stacks_is_given_none(monkeypatch):
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+    # New with 0.3; before, Megatron's Muon has other attributes, too, or fails at its first stack.
+    monkeypatch.delattr(muon_utils, "batched_newton_schulz_step")
+    matrices, own = weights(), weights()
+    optimizer, count = stacked(matrices)
+    assert count == 0
+    assert largest_difference(stepped(optimizer, matrices), stepped(muon(own), own)) == 0
+
+
+def test_a_kernel_that_takes_no_stacks_is_given_none():
+    found = [
+        stack_muon(SimpleNamespace(optimizer=muon(weights()), config=SimpleNamespace(muon_use_syrk=used)))
+        for used in (True, False)
+    ]
+    assert found == [0, len(EXPERTS) + 1]
+
+
 def test_other_optimizers_stay_as_they_are():
     adam = torch.optim.AdamW(weights())
     step = adam.step
