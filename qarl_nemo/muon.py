@@ -16,7 +16,7 @@ Source: arXiv 2502.16982, Eq. 4; arXiv 2604.07853, appendix B.
 
 from typing import Any
 
-# What Megatron-core 0.20 names. In later ones parts that it imports have moved, and it takes them for missing.
+# The version with which Megatron-core 0.20 has run.
 MEGATRONS_PACKAGE = "emerging-optimizers==0.3.0"
 """What Megatron's Muon is made of, for Python 3.12 and newer, as pip installs it."""
 MOMENTUM = 0.95
