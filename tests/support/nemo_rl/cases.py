@@ -286,7 +286,8 @@ CASES = {
     "one_billion_fp8_channel": _large_format("fp8_channel"),
     "one_billion_nemo_rl": _large(_TRITON, executes=None, rollouts="bf16"),
     "killed": _killed(1),
-    # One of eight engines, then one of eight learner ranks.
+    # One of several engines, then one of as many learner ranks.
+    "killed_ep2": _killed(2, f"{_MEGATRON}.expert_model_parallel_size=2"),
     "killed_ep8": _killed(8, f"{_MEGATRON}.expert_model_parallel_size=8", "policy.train_micro_batch_size=16"),
     # NeMo-RL's own launcher, workers and loss, at the same sizes.
     "nemo_rl_bf16": Case(
