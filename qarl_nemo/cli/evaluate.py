@@ -176,5 +176,5 @@ def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
     for note in notes(rows):
         console.print(note, markup=False)
     if differently := sum(one.num_differently for one in evaluations):
-        console.print(f"of the answers from before, {differently} are judged differently by now")
+        console.print(f"{differently} of the kept answers are judged differently than by the checker of that time")
     typer.echo(f"written: {output}, {answers}")

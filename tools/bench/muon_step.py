@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qarl_nemo.megatron.stacked_muon import stack_muon
 from qarl_nemo.metrics.machine import facts
 from qarl_nemo.metrics.results import Figure, record_figures, running_command
-from qarl_nemo.muon import MEGATRON
+from qarl_nemo.muon import MEGATRON, MEGATRONS_PACKAGE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _SETTINGS = {key.removeprefix("muon_"): value for key, value in MEGATRON.items() if key.startswith("muon_")}
@@ -40,10 +40,13 @@ def experts(options: argparse.Namespace) -> list[nn.Parameter]:
 
 
 def step_of(matrices: list[nn.Parameter], *, stacked: bool) -> Callable[[], None]:
-    """Return an optimizer's step."""
+    """Return an optimizer's step; RuntimeError where it would take no stacks but should."""
     optimizer = TensorParallelMuon(matrices, lr=1e-3, **_RULE)
-    if stacked:
-        stack_muon(SimpleNamespace(optimizer=optimizer))
+    if stacked and not stack_muon(SimpleNamespace(optimizer=optimizer)):
+        raise RuntimeError(
+            "this emerging-optimizers takes no stacks, so that there is nothing to compare; pip install "
+            f"{MEGATRONS_PACKAGE}"
+        )
     return optimizer.step
 
 
