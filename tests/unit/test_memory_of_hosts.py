@@ -1,6 +1,7 @@
 """What a host is computed to hold, against what hosts of whole steps held (docs/results/full_size.json)."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,12 +135,17 @@ def muon(name: str, *, parameters_leave: bool) -> float:
 
 
 @pytest.mark.parametrize(
-    "arm", ["w4a16", "w4a16_kept", "bf16", "w4a8", "fp8_channel", "w4a16_single", "bf16_single", "fp8_block_single"]
+    "arm",
+    [
+        *("w4a16_2gpu", "w4a16_kept_2gpu", "bf16_2gpu", "w4a8_2gpu", "fp8_channel_2gpu", "fp8_block_2gpu"),
+        *("w4a16_single_2gpu", "bf16_single_2gpu", "fp8_block_single_2gpu"),
+        *("w4a16_level1_2gpu_unequal", "w4a16_level0_2gpu_unequal"),
+    ],
 )
 @pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update", "refit"])
 def test_a_host_holds_muons_state_and_no_parameters(arm, phase):
-    row = measured()[f"full_memory_host_gib_{phase}_{arm}_2gpu"] * GIB
-    name = arm.removesuffix("_kept").removesuffix("_single")
+    row = measured()[f"full_memory_host_gib_{phase}_{arm}"] * GIB
+    name = re.match(r"bf16|w4a16|w4a8|fp8_block|fp8_channel", arm).group()
     assert muon(name, parameters_leave=False) == pytest.approx(row, rel=MOST)
     assert muon(name, parameters_leave=True) > 1.2 * row
 
@@ -163,6 +169,7 @@ def test_the_page_says_what_is_computed():
     for arms in (
         "`w4a16_single_2gpu`, `bf16_single_2gpu`, `fp8_block_single_2gpu`",
         "`w4a16_2gpu`, `w4a16_kept_2gpu`, `bf16_2gpu`, `w4a8_2gpu`, `fp8_channel_2gpu`",
+        "`fp8_block_2gpu`, `w4a16_level1_2gpu_unequal`, `w4a16_level0_2gpu_unequal`",
     ):
         assert f"| {arms} | {recipes:.1f} GiB |" in page
     lines = page.partition("## The host's memory")[2].splitlines()

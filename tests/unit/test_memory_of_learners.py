@@ -120,7 +120,7 @@ def test_what_is_offloaded_or_smaller_is_not_counted(model):
     assert rank_memory(model, ranks, Learner(logits=False)).parts["logits"] == 0
 
 
-@pytest.mark.parametrize("arm", ["w4a16", "bf16", "w4a8", "fp8_channel"])
+@pytest.mark.parametrize("arm", ["w4a16", "bf16", "w4a8", "fp8_channel", "fp8_block"])
 def test_muons_step_holds_what_was_measured(model, arm):
     """The recipes on a sixth of the layers and two GPUs, whose step holds FP32 copies of BF16 gradients."""
     rows = {row["name"]: row["value"] for row in json.loads((ROOT / "docs" / "results" / "full_size.json").read_text())}
