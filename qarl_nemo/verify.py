@@ -96,8 +96,10 @@ def _ask(worker: subprocess.Popen[str], pairs: list[tuple[str, str]]) -> list[fl
 
 
 def _answer_requests() -> None:
-    # Ctrl-C reaches every process of a terminal; the one that asks says what to do.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of a terminal, a cluster's SIGTERM every one of a job; the one that asks says what to
+    # do.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     # Whatever a parser prints must not stand between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:

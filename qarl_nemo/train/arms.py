@@ -19,7 +19,7 @@ from qarl_nemo.config.kinds import dump_as_written, without_meaningless
 from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
-from qarl_nemo.train.run_dir import RunStoppedError, is_complete, where_it_stands
+from qarl_nemo.train.run_dir import RunStoppedError, RunToldError, is_complete, where_it_stands
 
 _LOG_LINES = 15
 _PATIENCE_S = 10.0
@@ -184,18 +184,21 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
 
     Raises:
         RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.
-        RunStoppedError: it was interrupted from the keyboard, or told to end (SIGTERM).
+        RunStoppedError: it was interrupted from the keyboard; a `RunToldError` if it was told to end (SIGTERM), and its
+            runs ended after a step each.
     """
     running: list[_Running] = []
     try:
         with _terminable():
             failed = _run_all(runs, parallel, running)
     except (KeyboardInterrupt, _TerminatedError) as stopped:
-        _end(running, told=isinstance(stopped, KeyboardInterrupt))
+        interrupted = isinstance(stopped, KeyboardInterrupt)
+        _end(running, interrupted=interrupted)
         stands = [f"{one.config.name}: {where_it_stands(one.config)}" for one in running]
-        raise RunStoppedError("\n  ".join(["interrupted; the same command goes on with", *stands])) from None
+        error = RunStoppedError if interrupted else RunToldError
+        raise error("\n  ".join(["interrupted; the same command goes on with", *stands])) from None
     except BaseException:
-        _end(running, told=False)
+        _end(running, interrupted=False)
         raise
     if failed:
         raise RuntimeError("\n".join(failed))
@@ -241,13 +244,17 @@ def _start(config: LocalConfig, gpus: list[str], share: float) -> subprocess.Pop
         )
 
 
-def _end(running: list[_Running], *, told: bool) -> None:
-    # Ctrl-C in a terminal has reached the runs, too; a signal sent to this process only has not.
-    deadline = time.monotonic() + (_PATIENCE_S if told else 0.0)
+def _end(running: list[_Running], *, interrupted: bool) -> None:
+    # Ctrl-C in a terminal has reached the runs, too, and a run that it does not end hangs. A signal sent to this
+    # process only has not; told of it, a run finishes its step.
+    deadline = time.monotonic() + (_PATIENCE_S if interrupted else 0.0)
     for one in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             one.process.wait(max(0.0, deadline - time.monotonic()))
-        one.process.terminate()
+        if interrupted:
+            one.process.kill()
+        else:
+            one.process.terminate()
     for one in running:
         one.process.wait()
 

@@ -10,8 +10,9 @@ from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import own_share
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
-from qarl_nemo.train.run_dir import RunStoppedError, holds_run, is_complete, where_it_stands
+from qarl_nemo.train.run_dir import RunStoppedError, RunToldError, holds_run, is_complete, where_it_stands
 from qarl_nemo.train.setup import MakeLearner, transformers_learner
+from qarl_nemo.train.stop_request import StopRequest
 from qarl_nemo.train.trainer import Trainer
 
 LOCK_FILE = ".lock"
@@ -19,19 +20,23 @@ LOCK_FILE = ".lock"
 _BESIDE_TENSORS = 0.05
 
 
-def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_learner) -> Trainer | None:
+def train_run(
+    config: LocalConfig, make_learner: MakeLearner = transformers_learner, request: StopRequest | None = None
+) -> Trainer | None:
     """Run what remains of a run, alone in its folder.
 
     Args:
         config: the resolved config.
         make_learner: makes the learner; by default from the transformers model of this process.
+        request: where other processes may ask for the run's end; None: only SIGTERM to this one does.
 
     Returns:
         The trainer, or None if the run was complete already.
 
     Raises:
         ValueError: something in config, data or run folder cannot be used, or another process uses the folder.
-        RunStoppedError: it was interrupted from the keyboard.
+        RunStoppedError: it was interrupted from the keyboard; a `RunToldError` if it was told to end, and did so after
+            a step.
         RuntimeError: the GPU has too little memory for it.
     """
     if is_complete(config):
@@ -45,8 +50,11 @@ def train_run(config: LocalConfig, make_learner: MakeLearner = transformers_lear
         try:
             keep_to_share(prepared.device)
             trainer = Trainer(config, make_learner, prepared)
-            trainer.train()
+            with request or StopRequest() as request:
+                trainer.train(lambda: request.made)
             if not is_complete(config):
+                if request.made:
+                    raise RunToldError(where_it_stands(config))
                 limit = f"checkpoint_must_save_by={config.checkpointing.checkpoint_must_save_by} is near"
                 Console().print(f"{config.name}: {limit}, {where_it_stands(config)}", soft_wrap=True)
         except KeyboardInterrupt:

@@ -46,6 +46,12 @@ class RunStoppedError(RuntimeError):
     exit_code = 130
 
 
+class RunToldError(RunStoppedError):
+    """The run was told to end (SIGTERM); the message says how far it came."""
+
+    exit_code = 143
+
+
 def is_complete(config: LocalConfig) -> bool:
     """Tell whether the folder holds this same run up to its last step, so that nothing is left to do.
 

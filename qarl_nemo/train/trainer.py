@@ -3,6 +3,7 @@
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -95,8 +96,11 @@ class Trainer:
             ran_on = went_on(read_json(path, "what a run ran on"), ran_on)
         write_atomic(path, json.dumps(ran_on, indent=1) + "\n")
 
-    def train(self) -> None:
+    def train(self, told_to_end: Callable[[], bool] = lambda: False) -> None:
         """Run the remaining steps, or as many as `checkpointing.checkpoint_must_save_by` leaves time for.
+
+        Args:
+            told_to_end: asked before the first step and after each; True makes it the last one, without a validation.
 
         Raises:
             RuntimeError: too many non-finite steps in a row; a checkpoint of the last good weights is written first.
@@ -118,14 +122,16 @@ class Trainer:
             if self.step is None:
                 self.step = 0
                 self._save(self.learner.weight_version)
-            while self.step < total:
+            ends = told_to_end()
+            while self.step < total and not ends:
                 started = time.perf_counter()
                 with self.limit.timed("step"):
                     metrics = self._one_step(self.step + 1, timer, progress)
                 self.step += 1
-                ends = self.step == total or self.limit.is_up()
+                done, is_up, told = self.step == total, self.limit.is_up(), told_to_end()
+                ends = done or is_up or told
                 version = self.learner.weight_version
-                if ends and (self.step < total or config.grpo.val_at_end):
+                if config.grpo.val_at_end if done else is_up and not told:
                     metrics |= self._last_validation(metrics, progress)
                 self.elapsed_s += time.perf_counter() - started
                 events.write(self.step, {"time_s": self.elapsed_s, **metrics})
@@ -134,8 +140,6 @@ class Trainer:
                     progress.phase("checkpoint")
                     self._save(version)
                 self._stop_if_diverged()
-                if ends:
-                    break
 
     def _one_step(self, step: int, timer: PhaseTimer, progress: LiveProgress) -> dict[str, float]:
         grpo = self.config.grpo

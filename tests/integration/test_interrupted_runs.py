@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from qarl_nemo.config import ConfigError
 from qarl_nemo.train.checkpoint import save_checkpoint
 from qarl_nemo.train.run import train_run
+from qarl_nemo.train.run_dir import RunToldError
 from qarl_nemo.train.time_limit import TimeLimit
 from qarl_nemo.train.trainer import Trainer
 from support.asserts import assert_bitwise_equal
@@ -48,12 +49,16 @@ def uninterrupted(tmp_path_factory):
     return run_dir
 
 
-def start_and_kill(config: Path, run_dir: Path, step: int) -> int:
-    """Run in a process of its own until `step` is on disk, then kill -9; returns the steps that were written."""
+def start_and_signal(config: Path, run_dir: Path, step: int, number: int) -> tuple[int, int, str]:
+    """Run in a process of its own until `step` is on disk, then signal it.
+
+    Returns:
+        Its exit code, the steps that were written, and what it printed as its error.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])}
     command = [sys.executable, "-m", "qarl_nemo.cli", "train", str(config)]
     process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -63,11 +68,12 @@ def start_and_kill(config: Path, run_dir: Path, step: int) -> int:
             assert time.monotonic() < deadline, f"step {step} was not reached in two minutes"
             time.sleep(0.002)
         time.sleep(random.uniform(0, 0.05))
+        process.send_signal(number)
+        printed = process.communicate(timeout=120)[1]
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == -signal.SIGKILL
-    return metrics.read_bytes().count(b"\n")
+    return process.returncode, metrics.read_bytes().count(b"\n"), printed
 
 
 @pytest.mark.slow
@@ -76,13 +82,62 @@ def test_a_killed_run_resumes_to_the_same_metrics(uninterrupted, tmp_path):
     blocks = {"grpo": {"max_num_steps": LONG}, "checkpointing": {"save_period": 4}}
     config = write_config(tmp_path / "run.yaml", run_dir, **blocks)
     step = random.SystemRandom().randrange(1, LONG // 2)
-    written = start_and_kill(config, run_dir, step)
+    code, written, _ = start_and_signal(config, run_dir, step, signal.SIGKILL)
+    assert code == -signal.SIGKILL
     assert written < LONG, f"killed after step {step}, but the run had already ended"
     trainer = Trainer(make_config(run_dir, **blocks))
     assert trainer.step is not None
     assert written - 4 <= trainer.step <= written, f"killed after step {step}"
     trainer.train()
     assert_same_run(run_dir, uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_end_saves_and_goes_on_to_the_same_metrics(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    blocks = {"grpo": {"max_num_steps": LONG}, "checkpointing": {"save_period": 100}}
+    config = write_config(tmp_path / "run.yaml", run_dir, **blocks)
+    code, written, printed = start_and_signal(config, run_dir, 2, signal.SIGTERM)
+    assert code == 143, printed
+    assert written < LONG
+    told = f"qarl: stopped at step {written}, checkpoint {written}; the same command goes on\n"
+    assert printed.endswith(told), printed
+    assert "told to end (SIGTERM)" in printed
+    train(run_dir, **blocks)
+    assert_same_run(run_dir, uninterrupted)
+
+
+def test_the_step_in_which_a_run_is_told_to_end_is_its_last(uninterrupted, tmp_path, monkeypatch):
+    def tell(trainer, *arguments):
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rewards(trainer, *arguments)
+
+    rewards = Trainer.rewards
+    monkeypatch.setattr(Trainer, "rewards", tell)
+    blocks = {"grpo": {"max_num_steps": LONG}, "checkpointing": {"save_period": 100}}
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunToldError, match="stopped at step 5, checkpoint 5; the same command goes on"):
+        train_run(make_config(tmp_path, **blocks))
+    assert signal.getsignal(signal.SIGTERM) == before
+    # A cluster gives little time.
+    assert "validation/reward" not in read_metrics(tmp_path)[-1]
+    monkeypatch.undo()
+    train(tmp_path, **blocks)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_that_is_told_to_end_in_its_last_step_is_complete(tmp_path, monkeypatch):
+    def tell(trainer, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return rewards(trainer, *arguments)
+
+    rewards = Trainer.rewards
+    monkeypatch.setattr(Trainer, "rewards", tell)
+    config = make_config(tmp_path, grpo={"max_num_steps": 1, "val_period": 2, "val_at_end": True})
+    assert train_run(config) is not None
+    assert train_run(config) is None
+    assert "validation/reward" in read_metrics(tmp_path)[-1]
 
 
 def test_another_seed_gives_other_metrics(uninterrupted, tmp_path):

@@ -5,6 +5,9 @@ Set QARL_MEGATRON_RESULTS to a file to keep the differences as rows of docs/resu
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +57,35 @@ def test_ranks_listen_on_this_host_alone(tmp_path, monkeypatch):
         # 127.0.0.1, as the kernel writes it
         assert json.loads((tmp_path / rank).read_text()) == {"sum": 2.0, "addresses": ["0100007F"]}
     assert launch_ranks(2, ["-m", "support.megatron.run_listening", str(tmp_path / "nowhere")]) == 1
+
+
+def test_ranks_that_are_told_to_end_save_and_go_on_to_the_same_metrics(tmp_path):
+    settings = {"model_init": MODEL, "megatron_cfg": {"num_gpus": 2, "expert_model_parallel_size": 2}}
+    run_dir, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    blocks = {"policy": settings, "checkpointing": {"save_period": 100}}
+    config = write_config(tmp_path / "run.yaml", run_dir, grpo={"max_num_steps": 1000}, **blocks)
+    command = [sys.executable, "-m", "support.megatron.run_launched", str(config)]
+    launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while not metrics.exists() or not metrics.read_text():
+            assert launcher.poll() is None, launcher.stdout.read()
+            time.sleep(0.05)
+        launcher.terminate()
+        printed = launcher.communicate(timeout=120)[0]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 143, printed
+    assert "Traceback" not in printed
+    last = read_metrics(run_dir)[-1]["step"]
+    assert checkpoint_steps(run_dir)[-1] == last < 1000
+    sizes = {"expert_model_parallel_size": 2}
+    policy = {"model_init": MODEL}
+    parts, whole = (
+        train_megatron(folder, ranks=2, sizes=sizes, policy=policy, grpo={"max_num_steps": last + 1})
+        for folder in (run_dir, tmp_path / "whole")
+    )
+    assert parts == whole
 
 
 def largest_difference(records, expected) -> float:

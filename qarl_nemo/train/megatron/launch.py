@@ -24,11 +24,19 @@ from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.megatron.checks import require_machine, require_model
 from qarl_nemo.train.megatron.optimizer import MegatronStepper, optimizer_settings
 from qarl_nemo.train.megatron.policy import MegatronPolicy
-from qarl_nemo.train.megatron.ranks import Leader, broadcast_each, end_ranks, follow, launch_ranks, start_ranks
+from qarl_nemo.train.megatron.ranks import (
+    Leader,
+    broadcast_each,
+    end_ranks,
+    follow,
+    launch_ranks,
+    start_ranks,
+    stop_request,
+)
 from qarl_nemo.train.model import read_config
 from qarl_nemo.train.rollouts import Rollouts
 from qarl_nemo.train.run import train_run
-from qarl_nemo.train.run_dir import is_complete
+from qarl_nemo.train.run_dir import RunToldError, is_complete, where_it_stands
 from qarl_nemo.train.setup import build_learner, learner_device, resolve_device
 
 # The types of a learner's arguments, besides tensors and paths.
@@ -41,6 +49,7 @@ def train_with_megatron(config: LocalConfig) -> None:
 
     Raises:
         ValueError: there is no GPU, or the ranks cannot hold or share the model.
+        RunStoppedError: it was interrupted, or told to end, as `train_run` says it.
         RuntimeError: a rank failed; its own error was printed.
     """
     require_machine(config.policy, resolve_device(config.device))
@@ -53,6 +62,8 @@ def train_with_megatron(config: LocalConfig) -> None:
     path = config.run_dir / "ranks.yaml"
     write_yaml(path, literal(config.model_dump(mode="json")))
     code = launch_ranks(ranks, ["-m", "qarl_nemo.train.megatron.launch", str(path)])
+    if code == RunToldError.exit_code and not is_complete(config):
+        raise RunToldError(where_it_stands(config))
     if code:
         raise RuntimeError(f"the Megatron learner's ranks ended with code {code}; what went wrong stands above")
 
@@ -66,12 +77,29 @@ def train_this_rank(config: LocalConfig) -> None:
     layout = config.policy.megatron_cfg.model_dump(include=_PARALLEL_SIZES)
     group = start_ranks(device, **layout)
     if rank == 0:
-        trainer = train_run(config, lambda config, model: Leader(megatron_learner(config, model, device), group))
-        if trainer is not None:
-            trainer.learner.dismiss()
+        _lead(config, device, group)
     elif not is_complete(config):
-        follow(megatron_learner(config, None, device), group, device, [*_ARGUMENTS, type(config.run_dir)])
+        with stop_request():
+            follow(megatron_learner(config, None, device), group, device, [*_ARGUMENTS, type(config.run_dir)])
     end_ranks()
+
+
+def _lead(config: LocalConfig, device: torch.device, group: Any) -> None:
+    leader: Leader | None = None
+
+    def make_leader(config: LocalConfig, model: Any) -> Leader:
+        nonlocal leader
+        leader = Leader(megatron_learner(config, model, device), group)
+        return leader
+
+    try:
+        train_run(config, make_leader, stop_request())
+    except RunToldError:
+        # The others wait for the next command, as at a run's end. Whoever launched several ranks says that they ended.
+        if group.size() == 1:
+            raise
+    if leader is not None:
+        leader.dismiss()
 
 
 def megatron_learner(config: LocalConfig, model: Any, device: torch.device) -> Learner:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -19,9 +20,13 @@ from torch import Tensor
 
 from qarl_nemo.megatron.gather import empty, layout_of
 from qarl_nemo.refit.exchange import broadcast_bytes, broadcast_plain, waiting_group
+from qarl_nemo.train.run_dir import RunToldError
+from qarl_nemo.train.stop_request import StopRequest
 
 # Names the file in which the ranks of `launch_ranks` find each other.
 _STORE = "QARL_RANKS_STORE"
+# Beside it, once the ranks are told to end.
+_STOP = "stop"
 # The timeout of a wait for the next command, during which the first rank generates, validates and saves.
 _PATIENCE = timedelta(days=1)
 
@@ -34,7 +39,8 @@ def launch_ranks(ranks: int, program: Sequence[str]) -> int:
         program: arguments of the Python interpreter.
 
     Returns:
-        The exit code: 0, or that of a failed rank, after which the others were ended.
+        The exit code: 0, that of a failed rank, after which the others were ended, or `RunToldError`'s where this
+        process or a rank was told to end.
     """
     with tempfile.TemporaryDirectory(prefix="qarl-ranks-") as folder:
         # torch's own rendezvous would listen on every interface.
@@ -43,7 +49,15 @@ def launch_ranks(ranks: int, program: Sequence[str]) -> int:
         environment = (
             {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ | {_STORE: f"{folder}/ranks"}
         )
-        return subprocess.run([*launch, *program], env=environment, check=False).returncode
+        with StopRequest(Path(folder) / _STOP) as request:
+            code = subprocess.run([*launch, *program], env=environment, check=False).returncode
+            return RunToldError.exit_code if request.made else code
+
+
+def stop_request() -> StopRequest:
+    """Return the request to end that all ranks of `launch_ranks` and the process that launched them share."""
+    store = os.environ.get(_STORE)
+    return StopRequest(Path(store).parent / _STOP if store else None)
 
 
 def start_ranks(device: torch.device, **sizes: int) -> Any:

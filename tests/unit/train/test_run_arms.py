@@ -10,7 +10,7 @@ from qarl_nemo.config import load_config, validate
 from qarl_nemo.train.arms import expand_arms, run_arms
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE
-from qarl_nemo.train.run_dir import RunStoppedError
+from qarl_nemo.train.run_dir import RunToldError
 
 # In the place of `python -m qarl_nemo.cli train <config>`.
 PROGRAM = """#!/bin/sh
@@ -93,7 +93,7 @@ def test_a_comparison_that_is_told_to_end_ends_its_runs(started, tmp_path):
     # A run tells it to end, as a scheduler would, and goes on.
     (tmp_path / "waits-seed1").mkdir()
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RunStoppedError, match="interrupted"):
+    with pytest.raises(RunToldError, match="interrupted"):
         started(["waits"], 1, device="cpu")
     pid = int((tmp_path / "waits-seed1" / "log.txt").read_text().splitlines()[-1])
     with pytest.raises(ProcessLookupError):
