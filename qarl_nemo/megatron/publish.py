@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from qarl_kernels import QuantFormat, QuantizedWeight, require_finite
+from qarl_kernels import QuantFormat, QuantizedWeight
 from qarl_nemo.layers.weight import AlignedWeight
 from qarl_nemo.megatron.alignment import aligned_weights
 from qarl_nemo.megatron.gather import broadcast_named, gather_sharded, gather_stacked
@@ -24,10 +24,17 @@ from qarl_nemo.megatron.hf_parameters import layer_parameter, num_row_blocks, ou
 from qarl_nemo.megatron.moe_layer import AlignedMoELayer
 from qarl_nemo.names import GLOBAL_SCALE
 from qarl_nemo.refit.exchange import gather_plain, waiting_group
-from qarl_nemo.refit.publish import Layer, StreamedUpdate, packed
+from qarl_nemo.refit.publish import Layer, StreamedUpdate, packed, require_servable
 
 Named = tuple[str, Tensor]
 _BEFORE_LAYERS, _AFTER_LAYERS = -1, 1 << 30
+# What errors call a layer's linears: vLLM's names, which hold several of a checkpoint's in one. Experts have theirs.
+_PUBLISHED = {
+    "self_attention.linear_qkv": "self_attn.qkv_proj",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "mlp.linear_fc1": "mlp.gate_up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
 
 
 def publish_layers(
@@ -54,7 +61,8 @@ def publish_layers(
         ValueError: a weight on any rank holds NaN or Inf; all ranks raise and name every such weight.
     """
     _finish_parameters(model)
-    _require_finite(model, fmt)
+    _name_weights(model)
+    _require_servable(model, fmt)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     parts = _parts(model, vocab_size, fmt, gather_experts)
     held = gather_plain(list(parts), pipeline)
@@ -110,12 +118,30 @@ def _quantized(weight: AlignedWeight, fmt: QuantFormat | None) -> QuantizedWeigh
     return weight.quantized() if fmt is None else packed(weight, fmt)
 
 
-def _require_finite(model: Sequence[nn.Module], fmt: QuantFormat | None) -> None:
-    problem = None
+def _name_weights(model: Sequence[nn.Module]) -> None:
+    # Megatron does not tell a linear of which layer it is.
+    for layer in _layers(model):
+        for path, module in layer.named_modules():
+            if path in _PUBLISHED and hasattr(module, "aligned"):
+                module.aligned.name = f"model.layers.{layer.layer_number - 1}.{_PUBLISHED[path]}"
+
+
+def _layers(model: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
+    return (module for chunk in model for module in chunk.modules() if isinstance(module, TransformerLayer))
+
+
+def _require_servable(model: Sequence[nn.Module], fmt: QuantFormat | None) -> None:
+    problem, weights = None, aligned_weights(model)
+    masters = {id(master) for weight in weights for master in weight.masters}
+    plain = {
+        name: parameter.detach()
+        for chunk in model
+        for name, parameter in _unwrapped(chunk).named_parameters()
+        if id(parameter) not in masters
+    }
     try:
         # Only the counts are kept: tensors in another format than the forward's are made again, layer by layer.
-        counted = {one.name: replace(_quantized(one, fmt), tensors={}) for one in aligned_weights(model)}
-        require_finite(counted)
+        require_servable({one.name: replace(_quantized(one, fmt), tensors={}) for one in weights}, plain)
     except ValueError as error:
         problem = str(error)
     # If one rank raised by itself, the others would wait for it in a collective.
@@ -130,9 +156,8 @@ def _parts(
 ) -> dict[int, Callable[[], Iterator[Named]]]:
     parts: dict[int, Callable[[], Iterator[Named]]] = {}
     for chunk in model:
-        for module in chunk.modules():
-            if isinstance(module, TransformerLayer):
-                parts[module.layer_number - 1] = lambda layer=module: _layer(layer, fmt, gather_experts)
+        for layer in _layers([chunk]):
+            parts[layer.layer_number - 1] = lambda layer=layer: _layer(layer, fmt, gather_experts)
         outer = dict(_outer(chunk))
         for part, names in ((_BEFORE_LAYERS, ("embedding.",)), (_AFTER_LAYERS, ("decoder.", "output_layer."))):
             mine = {name: parameter for name, parameter in outer.items() if name.startswith(names)}

@@ -1,16 +1,21 @@
 """The learner's side of a refit: publishes the packed tensors that its forward executes and all other parameters."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from qarl_kernels import QuantFormat, QuantizedWeight, quantize_weight, require_finite
 from qarl_nemo.names import layer_of, published_name
 from qarl_nemo.refit.manifest import Manifest
 
 Layer = dict[str, Tensor]
+# Packed weights are quantized ones, and were looked at as such.
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class PublishableWeight(Protocol):
@@ -221,8 +226,9 @@ def publish_layers(
     Raises:
         ValueError: a weight holds NaN or Inf; on a GPU every such weight is named.
     """
+    parameters = list(parameters)
     quantized = {weight.name: packed(weight, fmt) for weight in weights.values()}
-    require_finite(quantized)
+    require_servable(quantized, {name: tensor for name, tensor in parameters if name not in weights})
     layers: dict[str, Layer] = {}
     for name, whole in quantized.items():
         layer = layers.setdefault(layer_of(name), {})
@@ -231,6 +237,31 @@ def publish_layers(
         if name not in weights:
             layers.setdefault(layer_of(name), {})[published_name(name)] = parameter.detach()
     return list(layers.values())
+
+
+def require_servable(quantized: Mapping[str, QuantizedWeight], plain: Mapping[str, Tensor]) -> None:
+    """Raise if what an engine would be sent holds NaN or Inf.
+
+    Args:
+        quantized: aligned weights by name.
+        plain: weights that are served as they are.
+
+    Raises:
+        ValueError: names every such weight.
+    """
+    problems = []
+    try:
+        require_finite(quantized)
+    except ValueError as error:
+        problems.append(str(error))
+    # A maximum needs no memory beside the weights, and NaN is the largest of all.
+    largest = {name: vector_norm(weight, math.inf) for name, weight in plain.items() if weight.dtype in _PLAIN}
+    finite = torch.stack(list(largest.values())).isfinite().tolist() if largest else []
+    bad = [name for name, good in zip(largest, finite, strict=True) if not good]
+    if bad:
+        problems.append(f"NaN or Inf in {len(bad)} weight(s) that are served as they are: {', '.join(bad)}")
+    if problems:
+        raise ValueError("\n  ".join(problems))
 
 
 def packed(weight: PublishableWeight, fmt: QuantFormat) -> QuantizedWeight:

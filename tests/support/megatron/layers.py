@@ -1,6 +1,8 @@
 """One aligned MoE layer of Megatron against the embedded engine's, in every format."""
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,8 @@ from support.megatron.models import (
 # isort: split
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from qarl_kernels import QuantFormat
+from qarl_kernels import QuantFormat, QuantizedWeight, dispatch
+from qarl_kernels.weights import quantize_weight_reference, unfit_values
 from qarl_nemo.layers.install import install
 from qarl_nemo.layers.router import route_tokens
 from qarl_nemo.megatron.alignment import Alignment, aligned_weights, release
@@ -141,13 +144,28 @@ def replayed_routes() -> dict[str, Any]:
         }
 
 
+def _counting(weight: Tensor, fmt: QuantFormat, *, name: str, amax: Tensor | None = None) -> QuantizedWeight:
+    # On a CPU the quantizer raises at the first bad weight.
+    bad = torch.tensor(int(unfit_values(weight, fmt, name) is not None))
+    return replace(quantize_weight_reference(weight.nan_to_num(), fmt, name=name, amax=amax), nonfinite=bad)
+
+
 def refused_publication() -> str:
-    """What publishing says on this rank when another's weight holds NaN."""
-    with parallel(Layout(ep=4)):
-        model = megatron_model(Layout(ep=4), Alignment(FORMATS["w4a16"]))
+    """What publishing says on this rank when others' weights hold NaN or Inf, counted as on a GPU."""
+    with parallel(Layout(ep=4)), patch.object(dispatch, "quantize_weight_reference", _counting):
+        model = megatron_model(Layout(ep=4), Alignment(FORMATS["fp8_channel"], ("experts", "attention")))
+        first, last = model.decoder.layers
+        bad = (
+            (last.mlp.experts.linear_fc2.weight0, "nan"),
+            (first.self_attention.linear_qkv.weight, "nan"),
+            (first.self_attention.linear_proj.weight, "inf"),
+            (last.mlp.router.weight, "nan"),
+            (model.embedding.word_embeddings.weight, "-inf"),
+        )
         if dist.get_rank() == 2:
             with torch.no_grad():
-                model.decoder.layers[1].mlp.experts.linear_fc2.weight0[3, 5] = float("nan")
+                for weight, value in bad:
+                    weight[3, 5] = float(value)
         try:
             list(publish_layers([model], vocab_size=TINY.vocab))
         except ValueError as error:

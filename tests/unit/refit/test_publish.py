@@ -149,6 +149,16 @@ def test_unquantized_parameters_are_published_as_they_are(fmt, dtype):
     assert update.tensors[f"{LINEAR}.bias"].data_ptr() == block.linear.bias.data_ptr()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_weight_that_is_served_as_it_is_is_named(fmt, value):
+    block = Block(fmt, torch.bfloat16)
+    block.publish(fmt)
+    with torch.no_grad():
+        block.norm[7] = value
+    with pytest.raises(ValueError, match=r"1 weight\(s\) that are served as they are: model\.norm\.weight$"):
+        block.publish(fmt)
+
+
 @pytest.mark.parametrize("executed", ["same", "bf16"])
 def test_a_broken_master_is_named(fmt, executed):
     block = Block(fmt if executed == "same" else get_format("bf16"), torch.bfloat16)
