@@ -191,6 +191,17 @@ def optimizer_tensors(optimizer: Any, model: nn.Module) -> list[Tensor]:
     ]
 
 
+def leaving_bytes(model: Any) -> int:
+    """Return what parameters free on the GPU when Megatron sends them to the host: nothing of those that are there.
+
+    Args:
+        model: Megatron's DistributedDataParallel. Its buffers hold parameters only under a distributed optimizer; those
+            of others cannot leave.
+    """
+    buffers = (*model.buffers, *model.expert_parallel_buffers)
+    return sum(buffer.param_data.untyped_storage().nbytes() for buffer in buffers if buffer.param_data is not None)
+
+
 def reserve_parameters(model: Any) -> None:
     """Give Megatron's buffers the host memory that parameters leave to, so that it need not pin a second copy of them.
 

@@ -7,7 +7,13 @@ import torch
 from nemo_rl.models.policy.workers import megatron_policy_worker
 
 from qarl_nemo.megatron.alignment import release
-from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update, reserve_parameters
+from qarl_nemo.megatron.offload import (
+    Offload,
+    leaving_bytes,
+    optimizer_tensors,
+    reload_for_update,
+    reserve_parameters,
+)
 from qarl_nemo.memory import GIB
 from qarl_nemo.nemo_rl.memory_metrics import others_bytes
 from qarl_nemo.nemo_rl.residency import short_of_room
@@ -61,7 +67,7 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
         super().offload_before_refit()
         if self._optimizer_moves and not self._optimizer_leaves:
             self._gather_optimizer()
-            reason = short_of_room(self._engine_share(), self._parameter_bytes())
+            reason = short_of_room(self._engine_share(), self._leaving_bytes())
             # Ranks wait for each other, so one whose optimizer leaves would cost all of them its time.
             reason = next(filter(None, gather_plain(reason, waiting_group())), None)
             if reason is not None:
@@ -185,14 +191,14 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
     def _engine_share(self) -> float:
         return self.cfg["generation"]["vllm_cfg"]["gpu_memory_utilization"]
 
-    def _parameter_bytes(self) -> int:
-        # Those that have left already free nothing more.
+    def _leaving_bytes(self) -> int:
+        if isinstance(self.model, megatron_policy_worker.DistributedDataParallel):
+            return leaving_bytes(self.model)
         here = (parameter for parameter in self.model.parameters() if parameter.untyped_storage().nbytes())
         return sum(parameter.nbytes for parameter in here)
 
 
 def _how_they_leave(model: Any) -> str:
-    # NeMo-RL moves Megatron's buffers, and parameters are in some only with a distributed optimizer.
     if isinstance(model, megatron_policy_worker.DistributedDataParallel):
         buffers = (*model.buffers, *model.expert_parallel_buffers)
         if all(buffer.param_data is None for buffer in buffers):

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from qarl_nemo.megatron import offload
-from qarl_nemo.megatron.offload import Offload, optimizer_tensors, reload_for_update, reserve_parameters
+from qarl_nemo.megatron.offload import (
+    Offload,
+    leaving_bytes,
+    optimizer_tensors,
+    reload_for_update,
+    reserve_parameters,
+)
 from support.asserts import assert_bitwise_equal
 from support.interruptions import third_call_fails
 from support.programs import run_program
@@ -169,7 +175,7 @@ class Buffer:
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer as Own
 
         Own.offload_to_cpu(self)
-        held = held_bytes([self.param_data])
+        held = leaving_bytes(SimpleNamespace(buffers=[self], expert_parallel_buffers=[]))
         Own.reload_from_cpu(self)
         return held
 
@@ -179,6 +185,7 @@ def test_parameters_leave_to_memory_that_is_reserved_once():
     dense, experts = (Buffer(torch.randn(count).bfloat16()) for count in (1000, 4096))
     # An optimizer that is not distributed has no buffer of parameters.
     model = SimpleNamespace(buffers=[dense, Buffer(None)], expert_parallel_buffers=[experts])
+    assert leaving_bytes(model) == 2 * (1000 + 4096)
     for change in range(2):
         dense.param_data.add_(change)
         expected = copies([dense.param_data, experts.param_data])
