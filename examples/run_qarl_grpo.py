@@ -38,13 +38,11 @@ try:
     from qarl_nemo.nemo_rl.checks.muon import muon_hints
     from qarl_nemo.nemo_rl.config import apply_qarl, as_mapping
     from qarl_nemo.nemo_rl.launch_summary import launch_summary
-    from qarl_nemo.nemo_rl.loss import QarlLossFn
     from qarl_nemo.nemo_rl.model_shapes import fetch_model_config
-    from qarl_nemo.nemo_rl.recording import Recorder, completed_steps
+    from qarl_nemo.nemo_rl.recording import completed_steps
     from qarl_nemo.nemo_rl.run_folder import describe_run
     from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
     from qarl_nemo.nemo_rl.start_together import StartTogether
-    from qarl_nemo.nemo_rl.token_metrics import token_metrics
 except ImportError as error:
     sys.exit(f"{Path(sys.argv[0]).name}: {upstream.not_importable(error)}")
 
@@ -190,8 +188,7 @@ class _Run:
         self.synchronizer = plugin.install_refit(policy, policy_generation)
         self.progress.end_with_refit(self.synchronizer, log_dir)
         done = completed_steps(parts[_STATE], asynchronous=config.grpo.async_grpo.enabled)
-        policy.recorder = Recorder(log_dir.absolute(), self.qarl.diagnostics_period, done)
-        parts[_LOSS] = QarlLossFn(self.qarl.objective, parts[_LOSS], token_metrics)
+        parts[_LOSS] = plugin.install_loss(policy, parts[_LOSS], self.qarl, log_dir=log_dir, done=done)
         return tuple(parts)
 
     def aligned_policy(self, **named: Any) -> Any:

@@ -1,6 +1,7 @@
 """The calls with which a launcher runs NeMo-RL with this package, in the order in which it makes them."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from qarl_nemo.config import ConfigError
@@ -124,3 +125,24 @@ def install_refit(policy: Any, policy_generation: Any) -> Any:
     synchronizer.init_communicator()
     policy_generation.weight_synchronizer = synchronizer
     return synchronizer
+
+
+def install_loss(policy: Any, loss_fn: Any, qarl: Any, *, log_dir: Path, done: int) -> Any:
+    """Make the loss that NeMo-RL's loop has to train with, and let the policy count and record steps.
+
+    Args:
+        policy: what `policy_factory` returned.
+        loss_fn: the loss that NeMo-RL's `setup` made, whose KL term stays.
+        qarl: the checked block, as `apply_qarl` returned it.
+        log_dir: NeMo-RL's log folder of this start.
+        done: how many steps were trained before this start, see `recording.completed_steps`.
+
+    Returns:
+        The loss.
+    """
+    from qarl_nemo.nemo_rl.loss import QarlLossFn
+    from qarl_nemo.nemo_rl.recording import Recorder
+    from qarl_nemo.nemo_rl.token_metrics import token_metrics
+
+    policy.recorder = Recorder(log_dir.absolute(), qarl.diagnostics_period, done)
+    return QarlLossFn(qarl.objective, loss_fn, token_metrics)

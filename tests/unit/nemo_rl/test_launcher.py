@@ -130,6 +130,7 @@ def stand_in(engines, error):
     plugin.setup_data = lambda setup, tokenizer, data, env, grpo: setup(tokenizer, data, env)
     plugin.policy_factory = lambda **named: SimpleNamespace()
     plugin.install_refit = lambda *both: SimpleNamespace(sync_weights=sync_weights, failure=failure)
+    plugin.install_loss = lambda *both, log_dir, done: None
 
 def main():
     values = config({"format": "w4a16", "gpu_memory_gib": 4096}, cluster={"num_nodes": 1, "gpus_per_node": 8}, **{
@@ -152,7 +153,6 @@ class Run(run_qarl_grpo._Run):
         run_grpo.run = self
 run_qarl_grpo._Run = Run
 run_qarl_grpo.fetch_model_config = lambda name: None
-run_qarl_grpo.QarlLossFn = lambda *parts: None
 run_grpo.stand_in({engines!r}, {error!r})
 sys.argv = ["run_qarl_grpo.py"]
 run_qarl_grpo.main()

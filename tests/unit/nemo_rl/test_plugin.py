@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qarl_nemo.losses.config import TBPOConfig
 from qarl_nemo.nemo_rl import plugin
+from support.nemo_batches import Replaced
 from support.nemo_rl import installed  # noqa: F401 skips where NeMo-RL is not
 
 registry = pytest.importorskip("nemo_rl.distributed.ray_actor_environment_registry")
@@ -63,6 +65,26 @@ def test_a_failed_wake_is_an_error_also_where_nothing_is_refitted(named):
     assert generation.prepare_for_generation(**named)
     with pytest.raises(RuntimeError, match="vLLM did not wake up its weights"):
         generation.prepare_for_generation(**named)
+
+
+def test_a_policy_counts_steps_once_it_has_its_loss_and_trains_with_no_other(monkeypatch, tmp_path):
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    from qarl_nemo.nemo_rl.policy import QarlPolicy
+
+    monkeypatch.setattr(Policy, "train", lambda *_, **__: {})
+    policy, batch = object.__new__(QarlPolicy), BatchedDataDict(sample_mask=torch.ones(6))
+    with pytest.raises(RuntimeError, match=r"call plugin\.install_loss before the first refit"):
+        assert policy.next_step
+    qarl = SimpleNamespace(objective=TBPOConfig(), diagnostics_period=5)
+    loss_fn = plugin.install_loss(policy, Replaced(), qarl, log_dir=tmp_path, done=3)
+    assert policy.next_step == 4
+    policy.train(batch, loss_fn)
+    assert policy.next_step == 5
+    assert loss_fn.recording.folder == tmp_path
+    with pytest.raises(TypeError, match="trained with str, which knows no"):
+        policy.train(batch, "loss")
 
 
 def test_the_policy_numbers_the_responses_it_trains_on_and_leaves_the_batch_as_it_was(monkeypatch):
