@@ -255,7 +255,8 @@ def require_servable(quantized: Mapping[str, QuantizedWeight], plain: Mapping[st
     except ValueError as error:
         problems.append(str(error))
     # A maximum needs no memory beside the weights, and NaN is the largest of all.
-    largest = {name: vector_norm(weight, math.inf) for name, weight in plain.items() if weight.dtype in _PLAIN}
+    looked_at = {name: weight for name, weight in plain.items() if weight.dtype in _PLAIN and weight.numel()}
+    largest = {name: vector_norm(weight, math.inf) for name, weight in looked_at.items()}
     finite = torch.stack(list(largest.values())).isfinite().tolist() if largest else []
     bad = [name for name, good in zip(largest, finite, strict=True) if not good]
     if bad:
