@@ -131,6 +131,9 @@ def starting_model(
         if stored:
             model, _ = load_checkpoint(stored, getattr(torch, config.policy.precision))
             torch.nn.Module.to(model, device)
+            for parameter in model.parameters():
+                # Aligned as a new run's memory is and a file's is not, so that a CPU's GEMMs round alike.
+                parameter.data = parameter.data.clone()
         else:
             model, _ = load_model(config.policy, device, config.seed)
     if step is not None:
