@@ -37,6 +37,9 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     """
     # NeMo-RL's command line marks keys that its YAML lacks by a plus; here no key needs it.
     overrides = [text.removeprefix("+").removeprefix("+") for text in overrides]
+    unwritable = [ascii(text.partition("=")[0]) for text in overrides if not _is_unicode(text)]
+    if unwritable:
+        raise ConfigError(f"overrides whose text is not UTF-8, which no config can hold: {', '.join(unwritable)}")
     assigned, malformed = [], []
     for text in overrides:
         try:
@@ -62,6 +65,11 @@ def _merge_marked(below: Any, above: Any) -> Any:
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     return below | {key: _merge_marked(below.get(key), value) for key, value in above.items()}
+
+
+def _is_unicode(text: str) -> bool:
+    # The command line's other bytes reach Python as halves of surrogate pairs.
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _assignment(text: str, model: type[BaseModel]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def test_a_check_without_the_model_still_lists_what_is_wrong_with_the_data(qarl,
     [
         ("grpo.max_num_setps=2", "unknown key 'grpo.max_num_setps': did you mean 'max_num_steps'?"),
         ("seed", "overrides must look like a.b=c"),
+        ("run_dir=runs/b\udce9d", "overrides whose text is not UTF-8, which no config can hold: 'run_dir'"),
         ("policy.model_path=nowhere", "set exactly one of model_path"),
         ("qarl.format=w4a8", "cannot take group_size=32 (legal for w4a8: 128); null, in a config, takes the default"),
         ("device=cuda", "torch sees no CUDA device"),
