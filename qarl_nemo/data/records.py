@@ -34,7 +34,7 @@ def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
     if path is not None and path.suffix == ".jsonl":
         yield from _lines(path, config.split)
     else:
-        for number, record in enumerate(_load_dataset(config, path)):
+        for number, record in enumerate(_load_dataset(config, path), start=1):
             yield f"record {number}", record
 
 
