@@ -206,7 +206,7 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
 
 
 def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) -> list[str]:
-    console, started, pool = Console(), time.perf_counter(), GpuPool(visible_gpus())
+    console, started, pool = Console(markup=False), time.perf_counter(), GpuPool(visible_gpus())
     waiting, failed, finished, share = list(runs), [], 0, pool.share(runs, parallel)
     while waiting or running:
         while waiting and len(running) < parallel:

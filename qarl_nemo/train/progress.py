@@ -18,7 +18,7 @@ _LONG_S = 5.0
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show what is being done ("loading the model"), on a terminal until it is done, and how long it took if long."""
-    console, started = Console(), time.perf_counter()
+    console, started = Console(markup=False), time.perf_counter()
     if console.is_terminal:
         with console.status(what):
             yield
@@ -40,16 +40,17 @@ class LiveProgress:
     """
 
     def __init__(self, label: str, total: int, done: int = 0) -> None:
-        self.console = Console()
+        # Names of runs may hold brackets.
+        self.console = Console(markup=False)
         self.label, self.total, self.first = label, total, done
         self.started = self.printed = time.perf_counter()
         self.step = done
         self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[phase]}"),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[phase]}", markup=False),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),

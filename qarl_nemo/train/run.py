@@ -42,7 +42,7 @@ def train_run(
     if is_complete(config):
         _finish_deleting(config)
         recorded = recorded_steps(config.run_dir / METRICS_FILE)
-        Console().print(f"{config.name}: already complete, {recorded} steps in {config.run_dir}", soft_wrap=True)
+        _say(config, f"already complete, {recorded} steps in {config.run_dir}")
         return None
     prepared = prepare(config)
     make_folder(config.run_dir, "a run's folder")
@@ -56,13 +56,17 @@ def train_run(
                 if request.made:
                     raise RunToldError(where_it_stands(config))
                 limit = f"checkpoint_must_save_by={config.checkpointing.checkpoint_must_save_by} is near"
-                Console().print(f"{config.name}: {limit}, {where_it_stands(config)}", soft_wrap=True)
+                _say(config, f"{limit}, {where_it_stands(config)}")
         except KeyboardInterrupt:
             raise RunStoppedError(where_it_stands(config)) from None
         except torch.OutOfMemoryError as error:
             problem = ". ".join(str(error).split(". ")[:2])
             raise RuntimeError(f"{problem}. To need less: {'; '.join(_ways_to_need_less(config))}") from error
     return trainer
+
+
+def _say(config: LocalConfig, text: str) -> None:
+    Console(markup=False).print(f"{config.name}: {text}", soft_wrap=True)
 
 
 def keep_to_share(device: torch.device) -> None:

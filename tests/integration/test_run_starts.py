@@ -17,12 +17,12 @@ OFF = {"enabled": False}
 
 @pytest.mark.parametrize("checkpointing", [OFF, {"enabled": True}], ids=["without", "with checkpoints"])
 def test_a_complete_run_is_left_alone(checkpointing, tmp_path, capsys):
-    blocks = {"grpo": {"max_num_steps": 1}, "checkpointing": checkpointing}
+    blocks = {"grpo": {"max_num_steps": 1}, "checkpointing": checkpointing, "run": {"name": "demo [w4a16][/mlp]"}}
     train_run(make_config(tmp_path, **blocks))
     before = (tmp_path / "metrics.jsonl").read_text()
     assert "already complete" not in capsys.readouterr().out
     assert train_run(make_config(tmp_path, **blocks)) is None
-    assert f"already complete, 1 steps in {tmp_path}" in capsys.readouterr().out
+    assert f"demo [w4a16][/mlp]: already complete, 1 steps in {tmp_path}" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_text() == before
     assert not (tmp_path / LOCK_FILE).exists()
 

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from qarl_nemo.data.benchmarks import BENCHMARKS, GROUPS
@@ -86,7 +87,7 @@ def results_table(rows: Sequence[Row]) -> Table:
     table = Table("benchmark", title=title, min_width=len(title), box=None, padding=(0, 2, 0, 0))
     for model in models:
         # Never an ellipsis, after which long names are all alike.
-        table.add_column(model, justify="right", overflow="fold")
+        table.add_column(escape(model), justify="right", overflow="fold")
     for name in dict.fromkeys(row["benchmark"] for row in rows):
         of_it = {row["model"]: row for row in rows if row["benchmark"] == name}
         k = next(iter(of_it.values()))["num_samples"]

@@ -35,6 +35,14 @@ def test_long_names_are_told_apart_in_a_narrow_table():
     assert [cell[-1] for cell in names_end.split()[1:]] == list("012345")
 
 
+def test_names_with_brackets_are_told_apart():
+    row = {"benchmark": "gsm8k", "num_samples": 1, "avg": {"value": 0.5, "standard_error": 0.01}}
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_table([row | {"model": name} for name in ("m[a]", "m[b]", "m[/c]")]))
+    assert "benchmark" in console.file.getvalue()
+    assert all(f" {name} " in console.file.getvalue() for name in ("m[a]", "m[b]", "m[/c]"))
+
+
 def test_results_with_dots_in_their_names_have_answers_of_their_own():
     assert answers_path(Path("out/results.json")) == Path("out/results.answers.jsonl")
     names = ("Llama-3.1-8B", "Llama-3.2-8B", "Llama-3.1-8B.json.old")

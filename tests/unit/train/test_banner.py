@@ -1,9 +1,12 @@
 """The start banner, and which phases are told where there is no terminal."""
 
+import re
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from qarl_nemo.config import validate
 from qarl_nemo.train.banner import banner_lines
@@ -87,6 +90,16 @@ def test_a_phase_is_told_when_a_step_takes_minutes(silent_s, told, capsys):
     printed = capsys.readouterr().out
     assert ("demo step 4/10: update" in printed) == told
     assert "refit" not in printed
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_name_with_brackets_is_shown_as_it_is(terminal, monkeypatch, capsys):
+    name = "QaRL [w4a16][/mlp]"
+    monkeypatch.setattr("qarl_nemo.train.progress.Console", partial(Console, force_terminal=terminal))
+    with LiveProgress(name, 2) as progress:
+        progress.phase("update")
+        progress.update(2, reward=0.5)
+    assert name in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(1.0, "aligning the layers"), (48.0, "aligning the layers took 48 s")])

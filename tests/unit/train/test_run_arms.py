@@ -58,6 +58,13 @@ def test_as_many_run_at_a_time_as_was_said(started):
     assert [log[1].split(",")[0] for log in logs] == ["threads 3"] * 2
 
 
+def test_arms_whose_names_hold_brackets_are_told_as_they_are(started, capsys):
+    started(["QaRL [w4a16]", "QaRL [/mlp]"], 1, device="cpu")
+    printed = capsys.readouterr().out
+    assert "QaRL [w4a16]-seed1 started" in printed
+    assert "QaRL [/mlp]-seed1 started" in printed
+
+
 def test_each_run_sees_its_own_gpu_and_its_part_of_the_share(started, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setenv(SHARE, "0.5")
