@@ -111,6 +111,11 @@ def merged_checkpoint(base: Checkpoint, training: Training) -> Checkpoint:
     files: dict[str, set[str]] = {}
     for info in base.tensors:
         files.setdefault(info.name.rpartition(".")[0], set()).update(info.files)
+    for group in fused_groups(info.name for info in base.tensors) if training.fmt.tensor_scaled else []:
+        # The run's weights of a group share a scale, which all of them decide.
+        modules = [name.rpartition(".")[0] for name in group]
+        together = set().union(*(files[module] for module in modules))
+        files |= dict.fromkeys(modules, together)
     trained = tuple(str(path.absolute()) for path in training.files)
 
     def described(name: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -206,6 +206,12 @@ def open_partial(
             work.rmdir()
 
 
+def is_in_place(destination: Path) -> bool:
+    """Say whether a conversion was interrupted when all was written and only the old destination had to be removed."""
+    work = partial_path(destination)
+    return (work / RESUME_FILE).is_file() and not (work / _CHECKPOINT).exists() and destination.is_dir()
+
+
 def _require_own(work: Path) -> None:
     """Refuse a folder of the user's that happens to have this name, before a lock is put into it."""
     if not work.exists():

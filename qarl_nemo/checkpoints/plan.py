@@ -104,6 +104,15 @@ class QuantizePlan:
         """Every tensor in output order."""
         return (tensor for shard in self.shards for tensor in shard.tensors)
 
+    def source_files(self, shard: PlannedShard) -> list[str]:
+        """Return the source's files that decide what a shard holds, sorted."""
+        infos = {info.name: info for info in self.checkpoint.tensors}
+        made_from = [info for tensor in shard.tensors for info in (tensor.info, *tensor.fused)]
+        for tensor in shard.tensors if self.splitting else ():
+            down = self.splitting.ordered_by(tensor.info.name, tensor.kind, tensor.info.shape)
+            made_from += [infos[down]] if down else []
+        return sorted({file for info in made_from for file in info.files})
+
     @property
     def num_bytes(self) -> int:
         """Size of all output tensors in bytes."""

@@ -24,7 +24,7 @@ from qarl_nemo.checkpoints.hf_config import (
     settings_record,
 )
 from qarl_nemo.checkpoints.loadable import require_loadable
-from qarl_nemo.checkpoints.partial import PartialFolder, open_partial, partial_path
+from qarl_nemo.checkpoints.partial import PartialFolder, is_in_place, open_partial, partial_path
 from qarl_nemo.checkpoints.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     PlannedShard,
@@ -206,10 +206,7 @@ def _fingerprint(plan: QuantizePlan) -> dict[str, Any]:
 
 
 def _source_stamps(plan: QuantizePlan, shard: PlannedShard) -> dict[str, list[int]]:
-    stats = {
-        file: (plan.checkpoint.folder / file).stat()
-        for file in sorted({f for t in shard.tensors for f in t.info.files})
-    }
+    stats = {file: (plan.checkpoint.folder / file).stat() for file in plan.source_files(shard)}
     return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
@@ -225,6 +222,8 @@ def check_apart(source: Path, destination: Path) -> None:
 
 
 def _check_space(plan: QuantizePlan, destination: Path) -> None:
+    if is_in_place(destination):
+        return
     finished = partial_path(destination).glob("checkpoint/*.safetensors")
     held = sum(path.stat().st_size for path in finished)
     require_space(partial_path(destination), plan.num_bytes - held, "what is still to be written")

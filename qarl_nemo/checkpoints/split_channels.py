@@ -68,6 +68,16 @@ class Splitting:
             return (after, *shape[1:])
         return (*shape[:-1], after) if len(shape) > 1 else shape
 
+    def ordered_by(self, name: str, kind: str, shape: tuple[int, ...]) -> str | None:
+        """Return the weight that decides which channels of a tensor are split; None if none are.
+
+        Args:
+            name: checkpoint name of a weight or a bias.
+            kind: what the module that owns it is.
+            shape: its shape before.
+        """
+        return f"{name.rsplit('.', 2)[0]}.{_DOWN}" if self.shape(name, kind, shape) != tuple(shape) else None
+
 
 def plan_splitting(share: float, widths: Mapping[str, int], fmt: QuantFormat) -> Splitting:
     """Choose widths that the format's kernels take.
@@ -126,7 +136,7 @@ class ChannelSplitter:
         self, splitting: Splitting, reader: TensorReader, infos: Mapping[str, TensorInfo], fmt: QuantFormat
     ) -> None:
         self._splitting, self._reader, self._infos, self._format = splitting, reader, infos, fmt
-        self._block, self._order = "", torch.empty(0)
+        self._down, self._order = "", torch.empty(0)
 
     def read(self, name: str, kind: str) -> Tensor:
         """Read a tensor, with its channels split if it has any.
@@ -140,20 +150,20 @@ class ChannelSplitter:
         """
         info = self._infos[name]
         weight = self._reader.read(info)
-        if self._splitting.shape(name, kind, info.shape) == tuple(info.shape):
+        down = self._splitting.ordered_by(name, kind, info.shape)
+        if down is None:
             return weight
         if unfit_values(weight, get_format(BASELINE), name):
             # It is refused next, with the shape and the place that it has in the source.
             return weight
-        order = self._order_of(name, kind)
+        order = self._order_of(down, kind)
         return split_columns(weight, order, self._format) if name.endswith(_DOWN) else weight[order]
 
-    def _order_of(self, name: str, kind: str) -> Tensor:
-        block = name.rsplit(".", 2)[0]
-        if block != self._block:
+    def _order_of(self, down: str, kind: str) -> Tensor:
+        if down != self._down:
             before, after = self._splitting.widths[kind]
-            down = self._reader.read(self._infos[f"{block}.{_DOWN}"])
-            self._block, self._order = block, channel_order(down, after - before, _group_size(self._format))
+            weight = self._reader.read(self._infos[down])
+            self._down, self._order = down, channel_order(weight, after - before, _group_size(self._format))
         return self._order
 
 
