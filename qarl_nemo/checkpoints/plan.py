@@ -108,9 +108,9 @@ class QuantizePlan:
         """Return the source's files that decide what a shard holds, sorted."""
         infos = {info.name: info for info in self.checkpoint.tensors}
         made_from = [info for tensor in shard.tensors for info in (tensor.info, *tensor.fused)]
-        for tensor in shard.tensors if self.splitting else ():
-            down = self.splitting.ordered_by(tensor.info.name, tensor.kind, tensor.info.shape)
-            made_from += [infos[down]] if down else []
+        if self.splitting is not None:
+            orders = [self.splitting.ordered_by(one.info.name, one.kind, one.info.shape) for one in shard.tensors]
+            made_from += [infos[name] for name in orders if name]
         return sorted({file for info in made_from for file in info.files})
 
     @property
