@@ -175,7 +175,8 @@ class _Job:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            # In the session of this process, by which the node finds what is left of a job when this process is killed.
+            process_group=0,
             preexec_fn=_end_with_parent,
         )
         self._output = threading.Thread(target=self._tee, args=(folder / "job.log",), daemon=True)

@@ -9,6 +9,7 @@ from qarl_nemo.cluster.config import ClusterConfig, ContainerConfig, KubernetesL
 from qarl_nemo.cluster.plan import Plan, Step, node_line
 
 CONFIG_FOLDER = "/etc/qarl"
+_ENTRY = ("bash", f"{CONFIG_FOLDER}/entry.sh")
 
 
 def kubernetes_plan(config: ClusterConfig, launcher: KubernetesLauncher) -> Plan:
@@ -32,7 +33,7 @@ def kubernetes_plan(config: ClusterConfig, launcher: KubernetesLauncher) -> Plan
         ]
     else:
         ready = "--for=jsonpath={.status.state}=ready"
-        job = ("exec", f"service/{name}-head-svc", "--container=ray-head", "--", "bash", "-c", _entry(config))
+        job = ("exec", f"service/{name}-head-svc", "--container=ray-head", "--", *_ENTRY)
         steps += [
             ("wait for its pods", ("wait", ready, f"raycluster/{name}", f"--timeout={timeout}"), ""),
             ("run the job", job, ""),
@@ -53,10 +54,13 @@ def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[s
     """
     assert config.container is not None  # checked with the config
     metadata = {"name": launcher.name, "namespace": launcher.namespace}
-    data = {"cluster.json": config.as_json()}
+    # On standard input, as on other clusters: a file would be read as a user's, whose ${...} is still to be resolved.
+    entry = node_line(config, ["run", "-", f"<{CONFIG_FOLDER}/cluster.json"])
+    data = {"cluster.json": config.as_json(), "entry.sh": entry}
     cluster = _cluster(config, config.container, launcher)
     job = {
-        "entrypoint": shlex.join(["bash", "-c", _entry(config)]),
+        # KubeRay and Ray hand this from shell to shell, which would resolve what `setup` says with a $.
+        "entrypoint": shlex.join(_ENTRY),
         "submissionMode": "K8sJobMode",
         # A driver restarted in place would find half a cluster. A new RayJob resumes from the checkpoint instead.
         "backoffLimit": 0,
@@ -70,11 +74,6 @@ def manifest(config: ClusterConfig, launcher: KubernetesLauncher) -> list[dict[s
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data},
         {"apiVersion": "ray.io/v1", "kind": launcher.kind, "metadata": metadata, "spec": spec},
     ]
-
-
-def _entry(config: ClusterConfig) -> str:
-    # On standard input, as on other clusters: a file would be read as a user's, whose ${...} is still to be resolved.
-    return node_line(config, ["run", "-", f"<{CONFIG_FOLDER}/cluster.json"])
 
 
 def _cluster(config: ClusterConfig, image: ContainerConfig, launcher: KubernetesLauncher) -> dict[str, Any]:

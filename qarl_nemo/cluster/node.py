@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from qarl_nemo.cluster.config import EXIT_NODE_LOST, ClusterConfig
 from qarl_nemo.cluster.plan import CLI
@@ -17,6 +18,7 @@ POLL_S = 0.5
 STOP_WITHIN_S = 15.0
 # Longer than for other processes, because the job's watch first stops the job and collects logs.
 JOB_STOPS_WITHIN_S = 180.0
+KILL_WITHIN_S = 10.0
 HEAD_ANSWERS_WITHIN_S = 5.0
 OPEN_FILES = 65535
 
@@ -123,12 +125,29 @@ def _spawn(command: list[str], stdin: str = "") -> subprocess.Popen:
 
 
 def _end(process: subprocess.Popen, within_s: float) -> None:
-    """End a process and what it started, by force if it does not stop."""
+    """End a process and what it started in its session, by force if it does not stop."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(within_s)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_WITHIN_S
+    # Again and again: one of them may start another before it is killed.
+    while (left := _session(process.pid)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    process.poll()
+
+
+def _session(leader: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Others' processes come and go; one that has ended waits for its parent and holds nothing.
+        with suppress(ProcessLookupError, FileNotFoundError):
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and os.getsid(int(folder.name)) == leader:
+                found.append(int(folder.name))
+    return found
 
 
 def _raise_open_files() -> None:

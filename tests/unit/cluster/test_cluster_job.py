@@ -1,6 +1,7 @@
 """The job of a cluster run, whose launcher may be gone: nobody reads what is shown, and everything is kept."""
 
 import contextlib
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from qarl_nemo.cluster import job
+from qarl_nemo.cluster import job, node
 
 
 class Gone:
@@ -47,6 +48,27 @@ def test_a_log_folder_that_is_full_does_not_hold_the_job_up(monkeypatch, tmp_pat
     while (code := running.code()) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert code == 3
+
+
+ABORTED = """
+import os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from qarl_nemo.cluster import job
+folder = Path(sys.argv[1])
+job._Job(SimpleNamespace(command=sys.argv[2], workdir=folder), "head:1", folder)
+while not (folder / "job.log").read_text():
+    time.sleep(0.01)
+os.abort()
+"""
+
+
+@pytest.mark.parametrize("command", ["echo up; sleep 600; true", "echo up; sleep 600 | cat", "echo up; exec sleep 600"])
+def test_a_node_leaves_nothing_of_a_job_whose_watch_was_aborted(tmp_path, command):
+    watch = node._spawn([sys.executable, "-c", ABORTED, str(tmp_path), command])
+    assert watch.wait(60) == -signal.SIGABRT
+    node._end(watch, 1.0)
+    assert node._session(watch.pid) == []
 
 
 @pytest.mark.parametrize("command", ["sleep 600; true", "sleep 600 > /dev/null 2>&1 & sleep 0.5"])

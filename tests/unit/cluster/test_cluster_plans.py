@@ -201,7 +201,8 @@ def test_pods_run_as_a_user_share_the_claim_and_hold_all_gpus():
         assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}
         assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
         assert pod["volumes"][0] == {"name": "shared", "persistentVolumeClaim": {"claimName": "qarl-shared"}}
-    assert job["spec"]["entrypoint"].endswith("run - </etc/qarl/cluster.json'")
+    assert config_map["data"]["entry.sh"].endswith("run - </etc/qarl/cluster.json")
+    shellcheck(f"#!/bin/bash\n{config_map['data']['entry.sh']}\n")
     told = validate(json.loads(config_map["data"]["cluster.json"]), ClusterConfig, source="map")
     assert told.nodes == 3
 
@@ -211,10 +212,20 @@ def test_a_ray_cluster_stays_and_runs_the_job_in_its_head():
     assert titles[-1] == "run the job"
 
 
+@pytest.mark.parametrize("kind", ["RayJob", "RayCluster"])
+def test_no_other_shell_resolves_what_setup_says(kind):
+    config = example("kubernetes", f"launcher.kind={kind}", "setup='export A=/a; export PATH=$A/bin:$PATH'")
+    steps = plan(config).steps
+    config_map, job = yaml.safe_load_all(steps[1].stdin)
+    assert "export PATH=$A/bin:$PATH" in config_map["data"]["entry.sh"]
+    # KubeRay pastes it into a script, whose words Ray quotes anew for a shell of its own.
+    entry = job["spec"]["entrypoint"] if kind == "RayJob" else shlex.join(steps[-1].command[-2:])
+    assert entry == "bash /etc/qarl/entry.sh"
+
+
 def test_the_guides_command_for_another_job_is_the_launchers():
-    # Named as a file, the config would be read as a user's, whose ${...} is still to be resolved.
-    entry = plan(example("kubernetes", "launcher.kind=RayCluster")).steps[-1].command[-1]
-    assert entry.partition(" && exec ")[2] in (ROOT / "docs/guide/clusters.md").read_text()
+    entry = plan(example("kubernetes", "launcher.kind=RayCluster")).steps[-1].command[-2:]
+    assert f" -- {shlex.join(entry)}`" in (ROOT / "docs/guide/clusters.md").read_text()
 
 
 @pytest.mark.parametrize(
