@@ -96,7 +96,7 @@ class FinishedStep:
         length = int(rollouts.response_mask[row].sum())
         return make_example(
             prompt=tokenizer.decode(rollouts.input_ids[row, :first][rollouts.attention_mask[row, :first]]),
-            tokens=[tokenizer.decode([token]) for token in rollouts.input_ids[row, first : first + length]],
+            tokens=token_texts(tokenizer, rollouts.input_ids[row, first : first + length].tolist()),
             answer=self.tasks[row].answer,
             reward=float(self.rewards[row]),
             advantage=float(self.advantages[row]),
@@ -104,6 +104,22 @@ class FinishedStep:
             prev_logprobs=self.prev_logprobs[row, :length].tolist(),
             generation_logprobs=rollouts.generation_logprobs[row, :length].tolist(),
         )
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """Return the text that each token adds to those before it; joined they are the decoded response.
+
+    A token alone may decode to another text: some decoders drop a first space, and a character may take several tokens,
+    of which the last one gets it.
+    """
+    texts, start, read = [], 0, 0
+    for end in range(1, len(tokens) + 1):
+        before, after = tokenizer.decode(tokens[start:read]), tokenizer.decode(tokens[start:end])
+        whole = len(after) > len(before) and not after.endswith("\ufffd")
+        texts.append(after[len(before) :] if whole or end == len(tokens) else "")
+        if whole:
+            start, read = read, end
+    return texts
 
 
 def mean_rewards(rewards: Sequence[float], tasks: Sequence[Task]) -> dict[str, float]:

@@ -100,10 +100,8 @@ def finite_points(run: Run, key: str) -> tuple[Floats, Floats]:
 def moving_mean(values: Floats) -> Floats:
     """Average each of these finite values with those before it, at most `smoothing_window(len(values))` of them."""
     window = smoothing_window(len(values))
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    # Each by itself: from a running sum a huge value takes the digits of all that follow.
+    return np.array([values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def _choose_color(alignment: str | None, used: set[str]) -> str:

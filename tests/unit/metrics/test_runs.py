@@ -157,6 +157,9 @@ def test_a_mismatch_that_was_not_recorded_at_first_does_not_grow(tmp_path):
 def test_moving_mean_looks_back_over_the_window():
     # window 2 for ten values
     assert moving_mean(np.array([1.0, 3, 5, 7, 9, 9, 9, 9, 9, 1])).tolist() == [1, 2, 4, 6, 8, 9, 9, 9, 9, 5]
+    spike = np.full(100, 0.7)
+    spike[20] = 3e17
+    np.testing.assert_allclose(moving_mean(spike)[40:], 0.7)
 
 
 def test_seeds_of_an_arm_are_one_curve_with_a_range(tmp_path):

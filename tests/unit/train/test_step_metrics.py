@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from qarl_nemo.metrics.diagnostics import read_diagnostics
 from qarl_nemo.train.learner import UpdateResult
 from qarl_nemo.train.rollouts import Rollouts
-from qarl_nemo.train.step_metrics import FinishedStep, validation_answers
+from qarl_nemo.train.step_metrics import FinishedStep, token_texts, validation_answers
 from support.engines import TOKENIZER
 
 LENGTHS = [1, 3, 2]
@@ -92,6 +94,33 @@ def test_the_responses_with_the_most_error_tokens_are_kept_first(tmp_path):
     assert (examples[2]["reward"], examples[2]["advantage"]) == (1.0, 1.0)
     error = examples[1]["error_tokens"][0]
     assert (error["prev_prob"], error["generation_prob"]) == pytest.approx((math.exp(-10), math.exp(-9)), rel=1e-3)
+
+
+# As Llama 2 and Mistral decode: a first space is dropped, and bytes that no token has are tokens.
+PIECES = [
+    "<unk>",
+    "</s>",
+    "\u2581The",
+    "\u2581answer",
+    "\u2581",
+    "4",
+    "2",
+    *(f"<0x{byte:02X}>" for byte in "\n\u20ac".encode()),
+]
+
+
+def test_texts_of_tokens_joined_are_the_response():
+    model = models.BPE({piece: n for n, piece in enumerate(PIECES)}, [], unk_token="<unk>", byte_fallback=True)
+    own = Tokenizer(model)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    own.decoder = decoders.Sequence(steps)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", unk_token="<unk>")
+    newline, *euro = range(7, len(PIECES))
+    tokens = [2, 3, 4, 5, 6, *euro, newline, 2, euro[0]]
+    texts = token_texts(tokenizer, tokens)
+    assert texts == ["The", " answer", " ", "4", "2", "", "", "\u20ac", "\n", " The", "\ufffd"]
+    assert "".join(texts) == tokenizer.decode(tokens)
+    assert "".join(tokenizer.decode([token]) for token in tokens) != tokenizer.decode(tokens)
 
 
 def test_the_sample_of_tokens_tells_the_policies_apart(tmp_path):
