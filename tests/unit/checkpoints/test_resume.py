@@ -150,56 +150,6 @@ def test_shards_are_written_again_when_any_file_that_they_were_read_from_has_cha
     assert run(merged, tmp_path / "out").num_resumed_shards == 0
 
 
-@pytest.mark.parametrize(
-    ("fmt", "broken", "options"),
-    [("nvfp4", "up_proj", {}), ("bf16", "down_proj", {"split_channels": 0.25})],
-    ids=["a shared scale", "the order of split channels"],
-)
-def test_shards_are_written_again_when_a_weight_in_another_file_that_decides_them_was_repaired(
-    fmt, broken, options, make_source, tmp_path
-):
-    tensors = tensors_of(DENSE)
-    folder = make_source(tensors, DENSE)
-    (folder / "model.safetensors").unlink()
-    weight_map = {
-        name: f"model-{'2' if 'up_proj' in name or 'down_proj' in name else '1'}.safetensors" for name in tensors
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-    def write(**changes):
-        for file in set(weight_map.values()):
-            held = {name: tensor for name, tensor in (tensors | changes).items() if weight_map[name] == file}
-            if file.endswith("2.safetensors") or not (folder / file).exists():
-                save_file(held, folder / file)
-
-    name = next(name for name in tensors if f"{broken}.weight" in name)
-    half = tensors[name].clone()
-    half[: len(half) // 2] = float("nan")
-    write(**{name: half})
-    options = options | {"fmt": get_format(fmt), "targets": ["mlp"], "max_shard_bytes": 10_000}
-    with pytest.raises(ValueError, match="repair the source and run again"):
-        run(folder, tmp_path / "out", **options)
-    write()
-    assert run(folder, tmp_path / "out", **options).num_resumed_shards > 1
-    run(folder, tmp_path / "fresh", **options)
-    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
-
-
-def test_a_merged_weight_is_made_from_the_files_of_all_that_share_its_scale(make_source):
-    tensors = tensors_of(DENSE)
-    folder = make_source(tensors, DENSE)
-    (folder / "model.safetensors").unlink()
-    weight_map = {name: f"model-{'2' if 'up_proj' in name else '1'}.safetensors" for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for file in set(weight_map.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, folder / file)
-    for fmt, both in (("nvfp4", True), ("w4a16", False)):
-        training = Training(get_format(fmt), ("mlp",), {}, 1.0, {}, ())
-        infos = {info.name: info for info in merged_checkpoint(open_checkpoint(folder), training).tensors}
-        assert (len(infos["model.layers.0.mlp.gate_proj.weight"].files) == 2) == both
-        assert len(infos["model.layers.0.self_attn.o_proj.weight"].files) == 1
-
-
 def test_an_overwrite_that_was_interrupted_as_the_old_folder_went_needs_no_room(source, tmp_path, monkeypatch):
     run(source, tmp_path / "out")
     remove = shutil.rmtree

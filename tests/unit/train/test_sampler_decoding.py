@@ -164,11 +164,11 @@ def test_the_sampler_shares_no_memory_with_the_learner():
     assert_bitwise_equal(after.generation_logprobs, before.generation_logprobs)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_give_no_finite_logits_are_reported_with_their_version(value):
+def test_weights_that_give_no_finite_logits_are_reported_with_their_version():
     engine = make_engine()
     with torch.no_grad():
-        engine.model.model.norm.weight[3] = value
+        # Finite, because others are not published.
+        engine.model.model.norm.weight.fill_(3e38)
     engine.report.changes.bump()
     engine.refit()
     with pytest.raises(RuntimeError, match="weight version 1 gives NaN or infinite logits for 4 of 4 prompts"):
