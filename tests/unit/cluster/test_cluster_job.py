@@ -57,7 +57,8 @@ from types import SimpleNamespace
 from qarl_nemo.cluster import job
 folder = Path(sys.argv[1])
 job._Job(SimpleNamespace(command=sys.argv[2], workdir=folder), "head:1", folder)
-while not (folder / "job.log").read_text():
+log = folder / "job.log"
+while not (log.exists() and log.read_text()):
     time.sleep(0.01)
 os.abort()
 """
