@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from qarl_nemo.nemo_rl.engine_room import CACHE
 from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, SIZES, Layout, responses_per_step
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.parallelism import divisors, either
@@ -33,6 +34,11 @@ _NO_NULLS = (
 # How NeMo-RL fills micro-batches with responses of several lengths.
 _KINDS = ("sequence_packing", "dynamic_batching")
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens")
+# What NeMo-RL pads a response's length to before it looks whether it fits.
+_MULTIPLES = {
+    "sequence_packing": "make_sequence_length_divisible_by",
+    "dynamic_batching": "dynamic_batching.sequence_length_round",
+}
 
 
 def count_problems(config: Mapping[str, Any]) -> list[str]:
@@ -53,6 +59,9 @@ def count_problems(config: Mapping[str, Any]) -> list[str]:
     share = look_up(config, _SHARE, None)
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
         problems.append(f"{_SHARE}={share}: not a number; set a GPU's share, more than 0 and less than 1")
+    cache = look_up(config, CACHE, None)
+    if cache is not None and (isinstance(cache, bool) or not isinstance(cache, int) or cache < 1):
+        problems.append(f"{CACHE}={cache}: not a number of bytes; set a whole number from 1, or null")
     return problems
 
 
@@ -80,7 +89,8 @@ def _rank_problems(config: Mapping[str, Any], policy: Mapping[str, Any], ranks: 
             ("policy.train_global_batch_size", batch),
             ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", responses),
         )
-        if size and size % ranks
+        # The one that does not divide a step's responses is told which ones do both.
+        if size and size % ranks and not (size == batch and responses and responses % size)
     ]
     if problems or any(look_up(policy, f"{kind}.enabled", False) for kind in _KINDS):
         return problems
@@ -119,12 +129,19 @@ def _room_problems(config: Mapping[str, Any], policy: Mapping[str, Any]) -> list
             f"{ENGINE}.max_model_len={served}: a prompt of data.max_input_seq_length={prompt} tokens does not "
             "fit; set room for it and its response"
         )
+    return problems + [problem for kind in _KINDS for problem in _budget_problems(policy, kind)]
+
+
+def _budget_problems(policy: Mapping[str, Any], kind: str) -> list[str]:
     longest = policy.get("max_total_sequence_length")
-    for key in _TOKENS if look_up(policy, "sequence_packing.enabled", False) else ():
-        room = look_up(policy, f"sequence_packing.{key}", None)
-        if room and longest and room < longest:
-            problems.append(
-                f"policy.sequence_packing.{key}={room}: a response of policy.max_total_sequence_length={longest} does "
-                f"not fit; set at least {longest}"
-            )
-    return problems
+    if not longest or not look_up(policy, f"{kind}.enabled", False):
+        return []
+    multiple = look_up(policy, _MULTIPLES[kind], 1)
+    padded = -(-longest // multiple) * multiple if isinstance(multiple, int) and multiple > 0 else longest
+    fits = "does not fit" if padded == longest else f"does not fit, once it is padded to a multiple of {multiple}"
+    return [
+        f"policy.{kind}.{key}={room}: a response of policy.max_total_sequence_length={longest} {fits}; "
+        f"set at least {padded}"
+        for key in _TOKENS
+        if (room := look_up(policy, f"{kind}.{key}", None)) and room < padded
+    ]

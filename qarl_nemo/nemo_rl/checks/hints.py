@@ -11,9 +11,10 @@ from qarl_nemo.nemo_rl.checks.objective import ERROR_LIMIT
 from qarl_nemo.nemo_rl.checks.share_hints import share_hints
 from qarl_nemo.nemo_rl.checks.validation import validation_hints
 from qarl_nemo.nemo_rl.layout import responses_per_step
-from qarl_nemo.nemo_rl.layout_memory import Needed, first_host_gib, needed_memory
+from qarl_nemo.nemo_rl.layout_memory import Needed, first_host_gib, learner_of, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
+from qarl_nemo.parallelism import divisors
 from qarl_nemo.secrets import secret_variables
 
 _PACKING = "policy.sequence_packing"
@@ -81,11 +82,14 @@ def budget_hints(config: Mapping[str, Any], qarl: Any) -> list[str]:
     Returns:
         One line each: key, value, what it costs, and what to set.
     """
-    chunk = look_up(config, "policy.logprob_chunk_size", None)
-    more = "" if chunk else "; more with policy.logprob_chunk_size=1024 and policy.megatron_cfg.defer_fp32_logits=true"
+    chunks = look_up(config, "policy.logprob_chunk_size", None) or not learner_of(config, qarl).logits
+    more = "" if chunks else "; more with policy.logprob_chunk_size=1024 and policy.megatron_cfg.defer_fp32_logits=true"
     hints = []
     for budget in token_budgets(config, qarl, optimizer_stays=qarl.resident):
         proposed = min(budget.most, budget.plenty)
+        if not budget.key.endswith("_tokens"):
+            # Of responses only whole batches.
+            proposed = max((size for size in divisors(budget.useful) if size <= proposed), default=0)
         if proposed >= _WORTH_SAYING * budget.value:
             hints.append(
                 f"{budget.key}={budget.value}: small micro-batches spend their time launching kernels; {proposed} fit "

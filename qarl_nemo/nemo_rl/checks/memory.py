@@ -60,11 +60,11 @@ def _kept_by(config: Mapping[str, Any]) -> str:
 def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], qarl: Any) -> str:
     beside = (OVERHEAD_BYTES + needed.asleep) / GIB
     fixes = [f"at most {budget.most}"] if budget.most else _room_for_one(budget, config, qarl)
-    if not look_up(config, _CHUNK, None):
+    learner = learner_of(config, qarl)
+    if learner.logits and not look_up(config, _CHUNK, None):
         fixes.append(f"{_CHUNK}=1024 with {_MEGATRON}.defer_fp32_logits=true")
     if qarl.keep_operand:
         fixes.append("qarl.keep_operand=false")
-    learner = learner_of(config, qarl)
     if budget.trains and learner.recompute == "none":
         fixes.append(f"{_GRANULARITY}=full" if look_up(config, _RECOMPUTE, False) else f"{_RECOMPUTE}=true")
     name = look_up(config, f"{OPTIMIZER}.optimizer", "adam")

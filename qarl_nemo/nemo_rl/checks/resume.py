@@ -48,6 +48,11 @@ def metric_conflicts(config: Mapping[str, Any]) -> list[str]:
     if name is None or not look_up(config, "checkpointing.enabled", False):
         return []
     where, _, metric = str(name).partition(":")
+    if name == "val:reward":
+        return [
+            f"{_METRIC}={name}: NeMo-RL calls a validation's mean reward accuracy, and ends at its first checkpoint "
+            "without this metric; set val:accuracy, or null to keep the newest ones"
+        ]
     if where in ("train", "val") and metric:
         return []
     return [

@@ -58,6 +58,11 @@ def validation_batch_conflicts(config: Mapping[str, Any]) -> list[str]:
     Returns:
         One line each: keys, values, why, and what to set.
     """
+    if _validates(config) and not _validates_with_something(config.get("data") or {}):
+        return [
+            "data.validation: missing, and no training set has a split_validation_size, while grpo.val_period, "
+            "val_at_start or val_at_end asks NeMo-RL to validate; set one, or grpo.val_period=0 and the other two false"
+        ]
     validation = read_validation(config)
     if validation is None:
         return _unusable_sizes(config) if _validates(config) else []
@@ -98,6 +103,14 @@ def _validates(config: Mapping[str, Any]) -> bool:
     often = look_up(config, "grpo.val_period", _USUAL_PERIOD)
     at_ends = look_up(config, "grpo.val_at_start", False) or look_up(config, "grpo.val_at_end", False)
     return bool(often or at_ends)
+
+
+def _validates_with_something(data: Mapping[str, Any]) -> bool:
+    # NeMo-RL asserts it in `setup`, when Ray has started. Without training data there is more to say, and it does.
+    sets = [(place, whole) for place, _, whole in data_sets(data)]
+    return not sets or any(
+        place.startswith("data.validation") or whole.get("split_validation_size") for place, whole in sets
+    )
 
 
 def _is_count(value: Any) -> bool:

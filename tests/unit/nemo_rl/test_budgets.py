@@ -98,6 +98,52 @@ def test_small_micro_batches_are_a_hint():
     assert "policy.logprob_chunk_size=1024" in train
 
 
+LONGEST = "policy.max_total_sequence_length"
+DYNAMIC = {"enabled": True, "train_mb_tokens": 9024, "logprob_mb_tokens": 9000, "sequence_length_round": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {LONGEST: 9001, "policy.make_sequence_length_divisible_by": 8, **packed(9001, 9008)},
+            f"policy.sequence_packing.train_mb_tokens=9001: a response of {LONGEST}=9001 does not fit, once it is "
+            "padded to a multiple of 8; set at least 9008",
+        ),
+        (
+            {LONGEST: 9000, "policy.sequence_packing.enabled": False, "policy.dynamic_batching": DYNAMIC},
+            f"policy.dynamic_batching.logprob_mb_tokens=9000: a response of {LONGEST}=9000 does not fit, once it is "
+            "padded to a multiple of 64; set at least 9024",
+        ),
+    ],
+    ids=["packing", "dynamic batching"],
+)
+def test_a_budget_holds_the_longest_response_as_it_is_padded(changes, said):
+    assert problems(launch(**changes)) == [said]
+
+
+def test_a_cache_is_so_many_bytes():
+    key = "policy.generation.vllm_kwargs.kv_cache_memory_bytes"
+    for value in ("20G", 1.5, True, 0):
+        (line,) = problems(launch(**{key: value}))
+        assert line == f"{key}={value}: not a number of bytes; set a whole number from 1, or null"
+
+
+def test_a_hint_for_micro_batches_of_responses_is_one_that_divides_them():
+    values = launch(**{"policy.train_micro_batch_size": 1, "policy.logprob_batch_size": 1, LONGEST: 2048})
+    found = [re.search(r"(\S+)=1: small .* kernels; (\d+) fit", line) for line in token_hints(values)]
+    proposed = {match[1]: int(match[2]) for match in found if match}
+    assert proposed
+    apply_qarl(launch(**{LONGEST: 2048, **proposed}))
+
+
+def test_no_chunks_are_proposed_where_there_are_no_logits():
+    for fused, proposed in ((False, True), (True, False)):
+        changes = {LONGEST: 18432, "policy.train_micro_batch_size": 32}
+        said = problems(launch(**changes, **{"policy.megatron_cfg.use_fused_linear_logprobs": fused}))
+        assert any("logprob_chunk_size" in line for line in said) == proposed, said
+
+
 def test_a_host_without_the_computed_memory_is_a_hint(monkeypatch):
     values = launch()
     qarl = apply_qarl(values)

@@ -172,7 +172,7 @@ PROPOSED = re.compile(r"(?:set|may be) (\d+(?:(?:, | or )\d+)*)$")
         ({ENGINE_TP: 4, EXPERTS: 16}, "the engines' 8 GPUs; set 4 or 8"),
         (
             {"policy.train_global_batch_size": 130},
-            "is not a multiple of the 4 data parallel learner ranks; set e.g. 128",
+            "does not divide the 512 responses of a step; set 512 or 256",
         ),
         ({"policy.train_global_batch_size": 2}, "is not a multiple of the 4 data parallel learner ranks; set e.g. 4"),
         ({"policy.train_micro_batch_size": 3}, "does not divide the 32 of a rank; set 1, 2, 4, 8, 16 or 32"),

@@ -332,6 +332,7 @@ def test_another_muon_than_all_learners_have_is_a_hint_with_what_to_set():
 def test_what_this_package_adds_to_the_data_block_is_checked():
     datasets = [{"reward_function": "os:getcwd"}, {"reward_function": "no_such_rewards:score"}]
     changes = {"data.overlong_prompts": "drop", "data.train": datasets, "env.reward_function": {"num_workers": 0}}
+    changes["grpo.val_period"] = 0
     found = problems(config(**changes))
     assert [line.partition(": ")[0] for line in found] == [
         "data.overlong_prompts=drop",

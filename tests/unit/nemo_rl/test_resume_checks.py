@@ -95,6 +95,8 @@ def test_a_metric_that_no_checkpoint_could_be_kept_by_is_refused(name):
     (line,) = problems(recipe(**saves))
     assert line.startswith(f"checkpointing.metric_name={name}: NeMo-RL ends at its first checkpoint unless")
     assert line.endswith("set val:accuracy, or null to keep the newest ones")
+    (line,) = metric_conflicts(recipe(**saves | {"checkpointing.metric_name": "val:reward"}))
+    assert "NeMo-RL calls a validation's mean reward accuracy" in line
     for others in ("val:accuracy", "train:reward", None):
         assert metric_conflicts(recipe(**saves | {"checkpointing.metric_name": others})) == []
     # Nothing is saved.

@@ -37,6 +37,19 @@ def test_a_batch_that_is_larger_than_all_that_is_asked_is_refused():
     assert len(validation_batch_conflicts(config(**{"grpo.val_batch_size": 512}, **silent | {"grpo.val_at_end": True})))
 
 
+def test_a_validation_without_problems_is_refused():
+    train = {"data_path": "problems.jsonl"}
+    (line,) = validation_batch_conflicts(sizes(512, 512, train=train, validation=None))
+    assert line.startswith("data.validation: missing, and no training set has a split_validation_size")
+    for data in (
+        {"train": train, "validation": MATH},
+        {"train": train | {"split_validation_size": 0.1}},
+        {"train": train, "default": {"split_validation_size": 0.1}},
+    ):
+        assert validation_batch_conflicts(sizes(512, 512, **data)) == []
+    assert validation_batch_conflicts(sizes(512, 512, train=train) | {"grpo": {"val_period": 0}}) == []
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"), [((0, 512), "max_val_samples=0"), ((None, 512), "max_val_samples=null"),
                         ((256, 0), "val_batch_size=0"), ((256, None), "val_batch_size=null")]
