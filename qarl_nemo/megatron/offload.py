@@ -191,15 +191,22 @@ def optimizer_tensors(optimizer: Any, model: nn.Module) -> list[Tensor]:
     ]
 
 
-def leaving_bytes(model: Any) -> int:
-    """Return what parameters free on the GPU when Megatron sends them to the host: nothing of those that are there.
+def parameter_buffers(model: Any) -> list[Any]:
+    """Return Megatron's buffers that hold parameters: those of a distributed optimizer. No other parameters can leave.
 
     Args:
-        model: Megatron's DistributedDataParallel. Its buffers hold parameters only under a distributed optimizer; those
-            of others cannot leave.
+        model: Megatron's DistributedDataParallel.
     """
-    buffers = (*model.buffers, *model.expert_parallel_buffers)
-    return sum(buffer.param_data.untyped_storage().nbytes() for buffer in buffers if buffer.param_data is not None)
+    return [one for one in (*model.buffers, *model.expert_parallel_buffers) if one.param_data is not None]
+
+
+def leaving_bytes(model: Any) -> int:
+    """Return what parameters will free on the GPU when Megatron sends them to the host; those that are there free none.
+
+    Args:
+        model: Megatron's DistributedDataParallel.
+    """
+    return sum(buffer.param_data.untyped_storage().nbytes() for buffer in parameter_buffers(model))
 
 
 def reserve_parameters(model: Any) -> None:
@@ -208,8 +215,8 @@ def reserve_parameters(model: Any) -> None:
     Args:
         model: Megatron's DistributedDataParallel, whose buffers are changed in place.
     """
-    for buffer in (*model.buffers, *model.expert_parallel_buffers):
-        if buffer.param_data is not None and buffer.param_data_cpu is None:
+    for buffer in parameter_buffers(model):
+        if buffer.param_data_cpu is None:
             memory = _host_memory(buffer.param_data.nbytes)[: buffer.param_data.nbytes]
             buffer.param_data_cpu = memory.view(buffer.param_data.dtype)
 

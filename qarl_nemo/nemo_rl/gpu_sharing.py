@@ -11,6 +11,7 @@ from qarl_nemo.megatron.offload import (
     Offload,
     leaving_bytes,
     optimizer_tensors,
+    parameter_buffers,
     reload_for_update,
     reserve_parameters,
 )
@@ -199,8 +200,6 @@ class SharesGpu(megatron_policy_worker.MegatronPolicyWorkerImpl):
 
 
 def _how_they_leave(model: Any) -> str:
-    if isinstance(model, megatron_policy_worker.DistributedDataParallel):
-        buffers = (*model.buffers, *model.expert_parallel_buffers)
-        if all(buffer.param_data is None for buffer in buffers):
-            return "have to stay (only those of a distributed optimizer can leave)"
+    if isinstance(model, megatron_policy_worker.DistributedDataParallel) and not parameter_buffers(model):
+        return "have to stay (only those of a distributed optimizer can leave)"
     return "leave"

@@ -130,8 +130,9 @@ class Trainer:
                 self.step += 1
                 done, is_up, told = self.step == total, self.limit.is_up(), told_to_end()
                 ends = done or is_up or told
+                validates = config.grpo.val_at_end if done else is_up and not told
                 version = self.learner.weight_version
-                if config.grpo.val_at_end if done else is_up and not told:
+                if validates:
                     metrics |= self._last_validation(metrics, progress)
                 self.elapsed_s += time.perf_counter() - started
                 events.write(self.step, {"time_s": self.elapsed_s, **metrics})
