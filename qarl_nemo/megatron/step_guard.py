@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ class StepGuard:
         if finite:
             self.skipped_in_a_row = 0
             self.nonfinite.clear()
-            return self._step()
+            with as_prepared(self._optimizer, norm):
+                return self._step()
         self.num_skipped += 1
         self.skipped_in_a_row += 1
         cause = self._cause()
@@ -94,3 +96,18 @@ class StepGuard:
         dist.all_gather(everyone, own)
         named = [one.tolist() for one in everyone if one[0] >= 0]
         return cause_of(NonFinite.of(min(named, key=lambda one: one[:2])) if named else None)
+
+
+@contextmanager
+def as_prepared(optimizer: Any, norm: float | None) -> Iterator[None]:
+    """Let a step take gradients as they are, where Megatron's would prepare them and take their norm once more.
+
+    Args:
+        optimizer: a Megatron optimizer whose `prepare_grads` has run.
+        norm: what its `get_grad_norm` gave.
+    """
+    optimizer.prepare_grads, optimizer.get_grad_norm = lambda: False, lambda: norm
+    try:
+        yield
+    finally:
+        del optimizer.prepare_grads, optimizer.get_grad_norm

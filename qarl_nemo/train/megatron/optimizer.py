@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from qarl_nemo.megatron.param_groups import factor_overrides, inner_optimizers, require_factors
 from qarl_nemo.megatron.stacked_muon import stack_muon
+from qarl_nemo.megatron.step_guard import as_prepared
 from qarl_nemo.moments import reset_moments
 from qarl_nemo.muon import MEGATRON, MEGATRONS_PACKAGE
 from qarl_nemo.train.config import AdamWConfig, MuonConfig
@@ -118,7 +119,8 @@ class MegatronStepper:
         if applied:
             for group in self._optimizer.param_groups:
                 group["lr"] = self.lr * group.get("lr_mult", 1.0)
-            self._optimizer.step()
+            with as_prepared(self._optimizer, norm):
+                self._optimizer.step()
             self.num_steps += 1
         self.model.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -9,6 +9,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,14 +64,18 @@ def write_facts(rank: int, folder: str) -> None:
         without = type(error).__name__
     dist.barrier()
     guard = StepGuard([model], optimizer, limit=3)
-    facts = {"without": without, "start": weight(), "steps": [], "weights": [], "in_a_row": []}
+    facts = {"without": without, "start": weight(), "steps": [], "norms": [], "weights": [], "in_a_row": []}
+    prepared = count_preparations(optimizer)
     for factor in (1.0, math.nan, 1.0, math.nan, math.inf):
         broken = not math.isfinite(factor)
         # Only the second rank holds the response that is at fault.
         guard.nonfinite = [NonFinite(17, 5, "prev_logprobs", factor)] if broken and rank else []
-        facts["steps"].append(step(factor if rank else 1.0)[0])
+        stepped, norm = step(factor if rank else 1.0)
+        facts["steps"].append(stepped)
+        facts["norms"].append(norm)
         facts["weights"].append(weight())
         facts["in_a_row"].append(guard.skipped_in_a_row)
+    facts["prepared"] = len(prepared)
     guard.nonfinite = []
     try:
         step(math.nan if rank else 1.0)
@@ -80,6 +85,15 @@ def write_facts(rank: int, folder: str) -> None:
     facts["num_skipped"] = guard.num_skipped
     Path(folder, f"facts{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
+
+
+def count_preparations(optimizer: Any) -> list[None]:
+    """Return a list that grows whenever gradients are prepared."""
+    counted = []
+    for inner in optimizer.chained_optimizers:
+        prepare = inner.prepare_grads
+        inner.prepare_grads = lambda prepare=prepare: (counted.append(None), prepare())[1]
+    return counted
 
 
 if __name__ == "__main__":

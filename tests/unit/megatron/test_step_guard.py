@@ -1,6 +1,7 @@
 """A gradient that is not finite on one rank is a step less on all of them, named, and too many end the run."""
 
 import json
+import math
 
 import pytest
 
@@ -25,6 +26,13 @@ def test_megatron_alone_ends_the_run_where_the_guard_skips_the_step(ran):
     assert clean["steps"] == broken["steps"] == [True, False, True, False, False]
     assert clean["in_a_row"] == broken["in_a_row"] == [0, 1, 0, 1, 2]
     assert clean["num_skipped"] == broken["num_skipped"] == 4
+
+
+def test_gradients_are_prepared_once_a_step_and_clipped_by_their_norm(ran):
+    for facts in ran[1]:
+        assert facts["prepared"] == len(facts["steps"]) == 5
+        # Both ranks' inputs are ones, so the gradient is 2 in all 64 weights and 8 biases.
+        assert facts["norms"][0] == pytest.approx(2 * math.sqrt(72))
 
 
 def test_a_skipped_step_changes_no_weight_on_any_rank(ran):
