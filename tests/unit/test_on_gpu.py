@@ -216,7 +216,8 @@ def test_whole_steps_have_labels_that_rows_can_end_in(on_gpu):
 
 def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     jobs, run, schedule = on_gpu
-    job = {"name": "a", "why": "w", "run": "echo $QARL_NO_SUCH ${QARL_NOR_THIS}", "memory_gib": 200, "seconds": 1}
+    command = "export QARL_OWN=1 && echo $QARL_OWN $QARL_NO_SUCH ${QARL_NOR_THIS}"
+    job = {"name": "a", "why": "w", "run": command, "memory_gib": 200, "seconds": 1}
     path = tmp_path / "list.yaml"
     path.write_text(yaml.safe_dump({"jobs": [job, job]}))
     with pytest.raises(ValueError, match="two jobs are called a"):
@@ -234,7 +235,7 @@ def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     with pytest.raises(ValueError, match="no job's name matches 'b'; there are a"):
         jobs.read_jobs(path, "b")
     problems = " ".join(run._problems(jobs.read_jobs(path), [schedule.Gpu(0, 100.0)], 1000.0))
-    assert "commands read QARL_NOR_THIS, QARL_NO_SUCH" in problems
+    assert "commands read QARL_NOR_THIS, QARL_NO_SUCH: set" in problems
     assert "no room for a" in problems
 
 

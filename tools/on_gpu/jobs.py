@@ -15,6 +15,7 @@ from qarl_nemo.train.gpu_pool import SHARE
 
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
+_ASSIGNED = re.compile(r"(?:^|\s)([A-Z][A-Z0-9_]*)=")
 
 
 class Job(StrictModel):
@@ -96,6 +97,6 @@ def read_jobs(path: Path, select: str = "") -> list[Job]:
 
 
 def unset_variables(jobs: list[Job]) -> list[str]:
-    """Return the variables that commands read and the environment lacks."""
-    read = {name for job in jobs for name in _VARIABLE.findall(job.run)}
+    """Return the variables that commands read, do not set, and the environment lacks."""
+    read = {name for job in jobs for name in set(_VARIABLE.findall(job.run)) - set(_ASSIGNED.findall(job.run))}
     return sorted(read - set(os.environ) - {"CUDA_VISIBLE_DEVICES", SHARE})
