@@ -17,20 +17,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from qarl_nemo.answer_text import amount_text, answer_text, response_text
+
 # It warns of each response that it gives up, after five seconds, with all of its text.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
-# A dollar sign that opens LaTeX, not an amount of money.
-_LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-# The parser takes a full stop before the last closing brace for a part of the answer.
-_STOP_IN_BOX = re.compile(r"\.\s*\}(?=[^{}]*\Z)")
-# Space below a matrix's row, which the parser takes for factors of the next one.
-_ROW_SPACE = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
-# Where a response loops in line ends, the parser takes longer than its five seconds.
-_LONG_SPACE = re.compile(r"(\s\s)\s+")
-# A space between thousands (`12\,500`), which the parser takes for a product.
-_THOUSANDS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d{3}(?!\d))")
-# A number as programs write it, which the parser knows with a capital E alone; `2e-1` may as well be 2 e - 1.
-_EXPONENT = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=e(?:\d|[+-]0)))e(?=[+-]?\d+(?![\w^]))")
 # Python refuses to convert numbers of more than 4300 digits; math-verify copes with them.
 _INTEGERS = re.compile(r"\s*-?\d{1,1000}(\s+-?\d{1,1000})*\s*")
 # Parsing so many characters takes half a second; starting the processes takes two, but only once.
@@ -50,6 +40,9 @@ def reward(response: str, answer: str) -> float:
     if _INTEGERS.fullmatch(answer) and _INTEGERS.fullmatch(response):
         # Plain integers are compared here: the parser takes milliseconds per call and finds no answer in a list.
         return float(list(map(int, response.split())) == list(map(int, answer.split())))
+    if response.strip() == answer.strip() != "":
+        # The parser finds no plain words.
+        return 1.0
     return _verified(response, answer)
 
 
@@ -111,20 +104,9 @@ def _answer_requests() -> None:
 def _verified(response: str, answer: str) -> float:
     from math_verify import parse, verify
 
-    response, answer = map(_as_parsed, (response, answer))
-    # Outside of an environment, the parser finds no words (`\text{east}`).
-    gold = parse(_without_stop(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}"))
-    found = parse(_without_stop(response))
+    gold = parse(answer_text(answer)) or parse(amount_text(answer))
+    found = parse(response_text(response))
     return float(verify(gold, found) and not _is_small_and_apart(gold, found))
-
-
-def _as_parsed(text: str) -> str:
-    text = _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", text))
-    return _EXPONENT.sub(r"\1E", _THOUSANDS.sub("", text))
-
-
-def _without_stop(text: str) -> str:
-    return _STOP_IN_BOX.sub("}", text)
 
 
 def _is_small_and_apart(gold: list[Any], found: list[Any]) -> bool:

@@ -1,0 +1,100 @@
+"""Rewrites what math-verify's parser misreads in responses and answers, so that it finds what their authors meant."""
+
+import re
+from itertools import pairwise
+
+# A dollar sign that opens LaTeX, not an amount of money.
+_LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+# The sign of an amount, with the letters of its currency: US$5.
+_MONEY = re.compile(r"[A-Z]{0,3}\\?\$")
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+# Boxes with no more than this between them are one answer of several parts.
+_BETWEEN = re.compile(r"[\s$,;]*(?:and|or)?[\s$,;]*")
+# The parser takes a full stop before the last closing brace for a part of the answer.
+_STOP = re.compile(r"\.\s*((?:\}\s*)*)\Z")
+# Space below a matrix's row, which the parser takes for factors of the next one.
+_ROW_SPACE = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
+# Where a response loops in line ends, the parser takes longer than its five seconds.
+_LONG_SPACE = re.compile(r"(\s\s)\s+")
+# A space between thousands (`12\,500`), which the parser takes for a product.
+_THOUSANDS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d{3}(?!\d))")
+# `2 1/2`, which the parser takes for (2 + 1) / 2.
+_MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,9})(?:\s*\\[,;: ]\s*|[ ~]+)(\d{1,9})/(\d{1,9})(?![\w/^]|[.,]\d)")
+# A number as programs write it, which the parser knows with a capital E alone; `2e-1` may as well be 2 e - 1.
+_EXPONENT = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=e(?:\d|[+-]0)))e(?=[+-]?\d+(?![\w^]))")
+
+
+def response_text(response: str) -> str:
+    """Return a response of which the parser reads the last box, or the last few that belong together.
+
+    Args:
+        response: as it was sampled.
+    """
+    return _without_stop(_last_boxes_alone(_numbers(response)))
+
+
+def answer_text(answer: str) -> str:
+    """Return an expected answer as LaTeX, outside of which the parser finds no words.
+
+    Args:
+        answer: plain or LaTeX.
+    """
+    answer = _numbers(answer)
+    return _without_stop(answer if _LATEX.search(answer) else f"\\boxed{{{answer}}}")
+
+
+def amount_text(answer: str) -> str:
+    """Return an expected answer without its currency: the parser takes the sign in `-$5` for the start of a formula.
+
+    Args:
+        answer: plain.
+    """
+    return _without_stop(f"\\boxed{{{_MONEY.sub('', _numbers(answer))}}}")
+
+
+def _numbers(text: str) -> str:
+    text = _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", text))
+    return _EXPONENT.sub(r"\1E", _MIXED.sub(_as_fraction, _THOUSANDS.sub("", text)))
+
+
+def _as_fraction(mixed: re.Match[str]) -> str:
+    whole, numerator, denominator = map(int, mixed.groups())
+    return f"{whole * denominator + numerator}/{denominator}" if numerator < denominator else mixed[0]
+
+
+def _last_boxes_alone(text: str) -> str:
+    # Outside of formulas the parser takes all boxes for one set, also those that a response corrects later.
+    boxes = _boxes(text)
+    first = len(boxes) - 1
+    for (_, end), (start, _) in reversed(list(pairwise(boxes))):
+        if not _BETWEEN.fullmatch(text, end + 1, start):
+            break
+        first -= 1
+    for start, _ in reversed(boxes[: max(first, 0)]):
+        text = text[:start] + text[start + len("\\boxed") :]
+    return text
+
+
+def _without_stop(text: str) -> str:
+    boxes = _boxes(text)
+    end = boxes[-1][1] if boxes else len(text)
+    return _STOP.sub(r"\1", text[:end]) + text[end:] if boxes else text
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    """Return where each box begins that is in no other, and where its own brace closes."""
+    found: list[tuple[int, int]] = []
+    # Where the braces that are open began, with -1 for those of no box.
+    still_open: list[int] = []
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "}":
+            start = still_open.pop() if still_open else -1
+            if start >= 0:
+                while found and found[-1][0] > start:
+                    found.pop()
+                found.append((start, brace.start()))
+        elif brace[0] == "{":
+            still_open.append(-1)
+        elif brace[0].startswith("\\boxed"):
+            still_open.append(brace.start())
+    return found
