@@ -199,6 +199,11 @@ def _records(benchmark: Benchmark, path: Path | None) -> Iterator[tuple[str, Any
     elif path.is_dir():
         # A folder that is no copy of the hub's is the same for every subset, and read once.
         parts = list(dict.fromkeys(part_of_copy(path, subset) for subset in subsets))
+        whole = (str(path), None)
+        if len(parts) > 1 and whole in parts:
+            # Read beside the others' folders, all of it would ask their problems twice.
+            lacking = ", ".join(subset or "" for subset in subsets if part_of_copy(path, subset) == whole)
+            raise FileError(f"{path} has folders of other parts than {lacking}; the copy is not whole: add {lacking}")
     else:
         parts = [(str(path), None)]
     for source, subset in parts:

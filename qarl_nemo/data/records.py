@@ -62,8 +62,10 @@ def local_file(config: DatasetConfig) -> Path | None:
             raise FileError(f"data file {path} is empty")
         return path
     if path.is_dir():
-        named = [path / f"{config.split.partition('[')[0]}{suffix}" for suffix in _READERS]
-        return next((file for file in named if file.is_file()), None)
+        stems = {part.partition("[")[0].strip() for part in config.split.split("+")}
+        named = [path / f"{stem}{suffix}" for stem in stems for suffix in _READERS]
+        # Of several, `datasets` reads the folder.
+        return next((file for file in named if file.is_file()), None) if len(stems) == 1 else None
     if path.is_file():
         raise FileError(f"data file {path} is not read; files that are end in {', '.join(_READERS)}")
     if path.is_absolute() or path.parts[:1] == ("..",) or len(path.parts) > 2:

@@ -2,17 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from qarl_nemo.files import FileError, read_json, write_atomic
+from qarl_nemo.files import write_atomic
 from qarl_nemo.measure.compare.operators import PHASES, total_by_operator
 from qarl_nemo.measure.compare.run import Comparison
 from qarl_nemo.measure.compare.settings import CompareSettings
+from qarl_nemo.measure.kept import keep_others
 from qarl_nemo.metrics.report.fidelity import write_fidelity_figure
 from qarl_nemo.metrics.report.style import format_number
 
@@ -40,34 +40,22 @@ def write_comparison(folder: Path, settings: CompareSettings, result: Comparison
         Both files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _keep_others(folder, json.loads(json.dumps(dataclasses.asdict(settings), default=str)))
+    keep_others(folder / "compare.json", dataclasses.asdict(settings), ".png")
     content = {
         "settings": dataclasses.asdict(settings),
         "engine": result.engine,
         "methods": result.methods,
-        # JSON has no NaN or infinity.
-        "rows": json.loads(json.dumps(result.rows), parse_constant=lambda _: None),
-        "operators": result.operators,
+        "rows": _finite(result.rows),
+        "operators": _finite(result.operators),
     }
     write_atomic(folder / "compare.json", json.dumps(content, indent=1, default=str, allow_nan=False) + "\n")
     title = f"{settings.checkpoint.name}, learner to {result.engine}"
     return folder / "compare.json", write_fidelity_figure(result.rows, folder / "compare.png", title)
 
 
-def _keep_others(folder: Path, settings: Mapping[str, Any]) -> None:
-    file = folder / "compare.json"
-    if not file.exists():
-        return
-    try:
-        if read_json(file, "a comparison").get("settings") == settings:
-            return
-    except FileError:
-        # Whatever it is, it is not ours to lose.
-        pass
-    number = next(number for number in count(1) if not (folder / f"compare-{number}.json").exists())
-    for suffix in (".png", ".json"):
-        if (old := file.with_suffix(suffix)).exists():
-            old.rename(folder / f"compare-{number}{suffix}")
+def _finite(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    # JSON has no NaN or infinity.
+    return json.loads(json.dumps(rows), parse_constant=lambda _: None)
 
 
 def comparison_tables(result: Comparison) -> Iterator[Table]:

@@ -13,6 +13,7 @@ from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.prompts import PromptEncoder
 
 DEFAULT_NUM_PROMPTS = 16
+_NO_PROMPTS = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml")
 
 
 def make_prompts(
@@ -79,11 +80,15 @@ def _random_prompts(
 
 
 def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    suffix = path.suffix.lower()
+    if suffix in _NO_PROMPTS:
+        # Line by line, what stands around the prompts would be measured in their place.
+        raise ValueError(f"{path}: prompts are read from .jsonl, or from text with one a line; write it as .jsonl")
     found, wrong = [], []
     for number, line in enumerate(text_lines(path, "a file of prompts"), 1):
         if not line.strip():
             continue
-        value = _parse(line) if path.suffix == ".jsonl" else line
+        value = _parse(line) if suffix == ".jsonl" else line
         if isinstance(value, str | list) and value:
             found.append(value)
         else:

@@ -13,7 +13,7 @@ from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.reader import Checkpoint
 from qarl_nemo.checkpoints.stored import Stored
-from qarl_nemo.config import QarlConfig, read_yaml, validate
+from qarl_nemo.config import QarlConfig, plain, read_yaml, validate
 from qarl_nemo.files import FileError
 from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir, require_checkpoint
@@ -98,7 +98,7 @@ def _checkpoint_model(path: Path) -> EvalModel:
 def _run_model(path: Path) -> EvalModel:
     step = require_checkpoint(path)
     source = path / RUN_CONFIG
-    config = read_yaml(source)
+    config = plain(read_yaml(source))
     qarl = validate(config.get("qarl") or {}, QarlConfig, source=str(source))
     prompts = validate((config.get("policy") or {}).get("tokenizer") or {}, TokenizerConfig, source=str(source))
     if prompts.chat_template is not None:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qarl_nemo.files import write_atomic
+from qarl_nemo.measure.kept import keep_others
 from qarl_nemo.measure.speed.advice import SpeedRow, recommend
 from qarl_nemo.measure.speed.run import FormatSpeed
 from qarl_nemo.measure.speed.settings import BASELINE, SpeedJob
@@ -61,7 +62,7 @@ def notes(speeds: Sequence[FormatSpeed], rows: Sequence[SpeedRow]) -> list[str]:
 
 
 def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows: Sequence[SpeedRow]) -> list[Path]:
-    """Write `rollout_speed.json`, and `rollout_speed.png` if anything was measured.
+    """Write `rollout_speed.json`, and `rollout_speed.png` if anything was measured; others get a number and stay.
 
     Args:
         folder: an existing folder.
@@ -72,8 +73,10 @@ def write_speed(folder: Path, job: SpeedJob, speeds: Sequence[FormatSpeed], rows
     Returns:
         The files.
     """
+    settings = dataclasses.asdict(job.settings)
+    keep_others(folder / "rollout_speed.json", settings, ".png")
     content = {
-        "settings": dataclasses.asdict(job.settings),
+        "settings": settings,
         "hardware": job.hardware,
         "vllm": job.vllm_version,
         "recommendation": recommend(rows),

@@ -16,6 +16,7 @@ from typing import Any
 from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.checkpoints import model_quantization_config
 from qarl_nemo.files import read_json, write_atomic
+from qarl_nemo.measure.kept import keep_others
 from qarl_nemo.measure.speed.settings import SETTLE_TOKENS, SpeedJob
 from qarl_nemo.refit.engine_methods import ChosenMethod, method_problems
 from qarl_nemo.refit.engine_settings import kernel_options, serving_options
@@ -222,6 +223,7 @@ def _read(folder: Path, job: SpeedJob, fmt: QuantFormat) -> FormatSpeed:
         return FormatSpeed(fmt.name)
     content = read_json(path, "an earlier measurement")
     if content.get("settings") != json.loads(json.dumps(job.identity(fmt))):
+        keep_others(path, job.identity(fmt), ".log")
         return FormatSpeed(fmt.name)
     batches = {int(size): row for size, row in content["batches"].items() if "reason" not in row}
     return FormatSpeed(fmt.name, engine=content["engine"], batches=batches)

@@ -42,8 +42,10 @@ def main(request_path: str) -> None:
     """Start the engine, time every batch size, print what comes out."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     llm, capacity = start_engine(request)
+    block = llm.llm_engine.vllm_config.cache_config.block_size
     for batch_size in request["batch_sizes"]:
-        needed = batch_size * _context(request)
+        # A sequence takes whole blocks; of a batch that has too few, some would wait, and the speed be another one.
+        needed = batch_size * math.ceil(_context(request) / block) * block
         if needed > capacity:
             reason = f"does not fit: the KV cache holds {capacity} tokens, the batch needs {needed}"
             _tell("batch", batch_size=batch_size, reason=reason)

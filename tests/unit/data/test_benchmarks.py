@@ -184,6 +184,14 @@ def test_a_copy_of_the_hubs_repository_has_the_benchmarks_subsets(has_readme, tm
     assert [problem.answer for problem in read_problems(BENCHMARKS["aime25"], tmp_path / "AIME2025-III")] == ["5"]
 
 
+def test_a_copy_that_lacks_one_of_several_parts_is_refused_and_no_other_part_asked_twice(tmp_path):
+    first, second = BENCHMARKS["aime25"].subsets
+    (tmp_path / first).mkdir()
+    write(tmp_path / first / "test.jsonl", RECORDS["aime25"])
+    with pytest.raises(FileError, match=rf"the copy is not whole: add {second}; with `qarl eval`"):
+        read_problems(BENCHMARKS["aime25"], tmp_path)
+
+
 def test_a_missing_copy_says_how_one_is_named(tmp_path):
     with pytest.raises(FileError, match=r"gsm8k: .*does not exist; with `qarl eval`, --data gsm8k=PATH names a copy"):
         read_problems(BENCHMARKS["gsm8k"], tmp_path / "none.jsonl")

@@ -74,6 +74,9 @@ def test_gsm8k_and_math_know_their_fields_and_answers(tmp_path):
     assert read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=gsm8k)) == [Task("How many?", "1072")]
     # The folder that holds the file of the split is as good as the file.
     assert read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path))) == [Task("How many?", "1072")]
+    write_jsonl(tmp_path / "test.jsonl", [{"question": "How few?", "answer": "#### 2"}])
+    both = DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path), split="train[:1]+test")
+    assert [task.answer for task in read_tasks(both)] == ["1072", "2"]
     records = [{"problem": "Halve 1.", "level": "Level 1", "solution": r"It is $\boxed{\frac12}$.", "type": "Algebra"}]
     math = write_jsonl(tmp_path / "math.jsonl", records)
     assert read_tasks(DatasetConfig(dataset_name="math", data_path=math)) == [Task("Halve 1.", r"\frac12")]

@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from qarl_nemo.measure.compare import output
+from qarl_nemo.measure.compare.operators import _difference
 from qarl_nemo.measure.compare.output import legend, write_comparison
 from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.measure.compare.record import append_comparison, comparison_rows, require_rows_of
@@ -55,8 +57,6 @@ def test_the_legend_names_the_unit_and_the_arms_that_stand_in_the_table():
 
 
 def test_a_comparison_of_other_settings_stays_under_a_number(tmp_path, monkeypatch):
-    from qarl_nemo.measure.compare import output
-
     monkeypatch.setattr(output, "write_fidelity_figure", lambda _, path, title: path.write_text(title) and path)
     for name in ("first", "second", "second", "third"):
         write_comparison(tmp_path, CompareSettings(Path(name)), Comparison("packed", {}, [], []))
@@ -66,6 +66,24 @@ def test_a_comparison_of_other_settings_stays_under_a_number(tmp_path, monkeypat
     (tmp_path / "compare.json").write_text("a user's own")
     write_comparison(tmp_path, CompareSettings(Path("third")), Comparison("packed", {}, [], []))
     assert (tmp_path / "compare-3.json").read_text() == "a user's own"
+
+
+@pytest.mark.parametrize("expected", [0.0, float("inf"), float("nan")])
+def test_operators_without_a_finite_ratio_are_written(expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "write_fidelity_figure", lambda _, path, title: path)
+    row = {"operator": "mlp", **_difference(torch.ones(1, 2), torch.full((1, 2), expected))}
+    write_comparison(tmp_path, CompareSettings(Path("model")), Comparison("vllm 1", {}, [], [row]))
+    (written,) = json.loads((tmp_path / "compare.json").read_text())["operators"]
+    assert (written["operator"], written["snr_db"]) == ("mlp", None)
+
+
+@pytest.mark.parametrize("name", ["prompts.json", "prompts.csv"])
+def test_a_file_of_another_kind_is_no_text_of_prompts(name, tmp_path):
+    (tmp_path / name).write_text('[{"problem": "1+1="}]\n')
+    asked = CompareSettings(Path("model"), prompts=tmp_path / name)
+    config = PreTrainedConfig(max_position_embeddings=100, vocab_size=20)
+    with pytest.raises(ValueError, match=f"{name}: prompts are read from .jsonl, or from text"):
+        make_prompts(asked, character_tokenizer(), config)
 
 
 def test_gaps_and_operators_may_go_into_one_file(tmp_path, monkeypatch):

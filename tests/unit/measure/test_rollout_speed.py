@@ -12,7 +12,7 @@ import torch
 from qarl_kernels import get_format
 from qarl_nemo.files import FileError
 from qarl_nemo.measure.compare.vllm_responses import import_vllm
-from qarl_nemo.measure.speed import run
+from qarl_nemo.measure.speed import run, vllm_speed
 from qarl_nemo.measure.speed.advice import recommend, speed_rows
 from qarl_nemo.measure.speed.output import notes, recorded_rows, speed_table, write_speed
 from qarl_nemo.measure.speed.run import FormatSpeed, measure_speed
@@ -150,6 +150,43 @@ def test_sizes_that_are_measured_later_do_not_make_the_engine_roomier(model, tmp
         (measured,) = measure_speed(job, tmp_path, lambda *_: None)
     assert set(measured.batches) == {512, 32}
     assert (measured.engine["kv_cache_tokens"], measured.engine["peak_gib"]) == (600_000, 130.0)
+
+
+def test_what_was_measured_with_other_settings_stays_under_a_number(model, tmp_path, monkeypatch):
+    def events(_, log, *__):
+        log.write_text("an engine's log")
+        yield {"event": "started", "methods": {}, **ENGINE}
+        yield {"event": "batch", "batch_size": 32, "decode_tokens_s": [1.0], "prefill_tokens_s": [1.0]}
+
+    monkeypatch.setattr(run, "_events", events)
+    monkeypatch.setattr(run, "_method_problems", lambda *_: [])
+    for tokens in (128, 256, 256):
+        settings = RolloutSpeedSettings(MODEL, batch_sizes=(32,), prompt_tokens=tokens)
+        job = SpeedJob(settings, model, (get_format("bf16"),), {}, "cuda", "1x NVIDIA H200", "0.25.1")
+        speeds = measure_speed(job, tmp_path, lambda *_: None)
+        write_speed(tmp_path, job, speeds, speed_rows(speeds, (32,)))
+    kinds = ("bf16", "bf16-1"), ("rollout_speed", "rollout_speed-1")
+    for (new, old), suffix in zip(kinds, (".log", ".png"), strict=True):
+        settings = [json.loads((tmp_path / f"{name}.json").read_text())["settings"] for name in (new, old)]
+        assert [each["prompt_tokens"] for each in settings] == [256, 128]
+        assert (tmp_path / f"{old}{suffix}").is_file()
+    assert len(list(tmp_path.glob("*.json"))) == 4
+
+
+def test_a_batch_whose_whole_blocks_the_cache_cannot_hold_is_not_measured(tmp_path, monkeypatch, capsys):
+    cache = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=73, block_size=128))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=cache), collective_rpc=lambda _: [0])
+    monkeypatch.setattr(vllm_speed, "start_engine", lambda _: (llm, 73 * 128))
+    for name, value in {"draw_prompts": [], "_time_batch": {"decode_tokens_s": [1.0]}, "_expert_load": None}.items():
+        monkeypatch.setattr(vllm_speed, name, lambda *_, value=value: value)
+    # 400 tokens are 4 blocks: of 20 sequences 80, though their 8000 tokens are fewer than the cache's 9344.
+    asked = {"batch_sizes": [18, 20], "prompt_tokens": 256, "settle_tokens": 16, "new_tokens": 128}
+    (tmp_path / "request.json").write_text(json.dumps(asked))
+    vllm_speed.main(str(tmp_path / "request.json"))
+    events = [json.loads(line.removeprefix("QARL ")) for line in capsys.readouterr().out.splitlines() if line]
+    reasons = {event["batch_size"]: event.get("reason") for event in events if event["event"] == "batch"}
+    assert reasons[18] is None
+    assert reasons[20] == "does not fit: the KV cache holds 9344 tokens, the batch needs 10240"
 
 
 def test_a_machine_without_gpu_hides_no_format_that_no_engine_would_serve(monkeypatch, tmp_path):
