@@ -209,6 +209,8 @@ def _family_problems(config: Mapping[str, Any], supported: Sequence[str]) -> lis
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in supported:
         return [f"model_type is {_shown(model_type)}; supported: {', '.join(supported)}"]
+    if not isinstance(config.get("quantization_config"), dict | None):
+        return [f"quantization_config is {_shown(config['quantization_config'])}; expected an object, or none"]
     class_name, given = FAMILIES[model_type].class_name, config.get("architectures")
     if given is None or given == [class_name]:
         return []

@@ -14,14 +14,19 @@ from qarl_nemo.files import FileError, read_json, require_file
 
 RECORD_FILE = "qarl_quantization.json"
 TOOL = f"qarl-nemo {__version__}"
+# Where transformers keeps the templates of a tokenizer that has several; `chat_template.jinja` is the default one.
+TEMPLATES_FOLDER = "additional_chat_templates"
 _TOKENIZER_PATTERNS = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
+    # Mistral's own.
+    "tekken.json",
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template*",
     "*.jinja",
+    f"{TEMPLATES_FOLDER}/*.jinja",
 )
 _OTHER_PATTERNS = ("generation_config.json", "LICENSE*")
 _READ_BY_ENGINES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -99,7 +104,7 @@ def require_readable(checkpoint: Checkpoint) -> None:
 
 def companion_names(plan: QuantizePlan) -> list[str]:
     """Return the names of everything in a checkpoint that is not a shard."""
-    return [*(path.name for path in _companions(plan.checkpoint)), INDEX_FILE, CONFIG_FILE, RECORD_FILE]
+    return [*map(copied_name, _companions(plan.checkpoint)), INDEX_FILE, CONFIG_FILE, RECORD_FILE]
 
 
 def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_bytes: int) -> dict[str, bytes]:
@@ -125,7 +130,7 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
         CONFIG_FILE: config,
         RECORD_FILE: {**settings_record(plan), "tensors": record_rows(plan), "dropped": plan.dropped},
     }
-    copied = {path.name: path.read_bytes() for path in _companions(plan.checkpoint)}
+    copied = {copied_name(path): path.read_bytes() for path in _companions(plan.checkpoint)}
     return copied | {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in written.items()}
 
 
@@ -136,10 +141,25 @@ def foreign_files(folder: Path) -> list[str]:
         FileError: its index is damaged.
     """
     weight_map = read_json(folder / INDEX_FILE, "the index of a quantized checkpoint").get("weight_map")
-    shards = weight_map.values() if isinstance(weight_map, dict) else ()
-    copied = (path.name for path in _files_like(folder, *_TOKENIZER_PATTERNS, *_OTHER_PATTERNS))
-    own = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *copied}
-    return sorted(path.name for path in folder.iterdir() if path.name not in own and path.name not in shards)
+    own = own_names(folder, weight_map.values() if isinstance(weight_map, dict) else ())
+    beside = (path for path in folder.glob(f"{TEMPLATES_FOLDER}/*") if path.suffix != ".jinja")
+    return sorted([path.name for path in folder.iterdir() if path.name not in own] + [*map(copied_name, beside)])
+
+
+def own_names(folder: Path, shards: Iterable[str]) -> set[str]:
+    """Return the names of what belongs to a checkpoint in its folder: weights, their index, and what is copied."""
+    copied = map(copied_name, _files_like(folder, *_TOKENIZER_PATTERNS, *_OTHER_PATTERNS))
+    return {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *shards, *map(top_name, copied)}
+
+
+def copied_name(path: Path) -> str:
+    """Return the name of a copied file in its checkpoint: with its folder where it is one of several templates."""
+    return f"{TEMPLATES_FOLDER}/{path.name}" if path.parent.name == TEMPLATES_FOLDER else path.name
+
+
+def top_name(name: str) -> str:
+    """Return what holds a file of a checkpoint in the checkpoint's folder: the file itself, or a folder."""
+    return name.partition("/")[0]
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -5,6 +5,8 @@ from pathlib import Path
 from qarl_nemo.architecture import hub_hint
 
 _ADAPTER = "adapter_config.json"
+# What a run on a frozen base trained, beside adapters or without any.
+_TRAINED = "trained.safetensors"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -31,6 +33,9 @@ def folder_hint(folder: Path) -> str:
             newest = max(run.glob("checkpoints/step_*/model"), default=folder)
             return f"; the adapters of {run} are in {newest}: qarl eval takes the run, qarl export merges them"
         return "; it holds a LoRA adapter: merge it into its model first (peft's merge_and_unload)"
+    frozen = next((place for place in (folder, folder / "model", *models) if (place / _TRAINED).is_file()), None)
+    if frozen is not None:
+        return f"; it holds what a run trained on a frozen base, without the base: {_frozen_run(frozen)}"
     if (folder / "model" / "config.json").is_file():
         return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
     if models:
@@ -39,3 +44,9 @@ def folder_hint(folder: Path) -> str:
     if runs:
         return f"; it holds {len(runs)} runs: name one of {', '.join(map(str, runs))}"
     return ""
+
+
+def _frozen_run(model: Path) -> str:
+    run = next((place for place in model.parents if (place / "checkpoints").is_dir()), None)
+    whole = "qarl eval takes the run's folder, and qarl export makes a whole model of it"
+    return whole if run is None else f"{whole} (qarl export {run} ...)"

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from qarl_nemo.checkpoints.content import EMBEDDING, LM_HEAD
+from qarl_nemo.checkpoints.hf_config import copied_name, own_names, tokenizer_files
 from qarl_nemo.checkpoints.reader import Checkpoint, open_checkpoint
 from qarl_nemo.checkpoints.shard import save_shard
 from qarl_nemo.files import FileError, require_space
@@ -27,7 +29,7 @@ def write_overlay(
         tensors: values by name, of the stored shapes; they take the stored dtypes, and BF16 in the place of FP16, which
             holds neither the largest nor the smallest of what is trained and served in BF16.
         folder: made anew.
-        link: copies all others, too, if false.
+        link: copies the others, too, if false, and of other files than a checkpoint's none.
 
     Returns:
         The copy's table of contents.
@@ -45,7 +47,8 @@ def write_overlay(
             f"{checkpoint.folder} holds no such tensors, or in another shape: {summarize_names(wrong, _SHOWN)}"
         )
     changed = {file for name in tensors for file in infos[name].files}
-    copied = changed if link else {path.name for path in checkpoint.folder.iterdir() if path.is_file()}
+    files = {path.name for path in checkpoint.folder.iterdir() if path.is_file()}
+    copied = changed if link else files & own_names(checkpoint.folder, checkpoint.files)
     needed = sum((checkpoint.folder / file).stat().st_size for file in copied)
     require_space(folder, needed, f"a copy of {checkpoint.folder} with what was trained beside adapters")
     folder.mkdir(parents=True)
@@ -53,12 +56,23 @@ def write_overlay(
         if path.name in changed:
             held = load_file(path)
             held |= {name: one.to(_wide(held[name])).contiguous() for name, one in tensors.items() if name in held}
-            save_shard(held, folder / path.name, {"format": "pt"})
+            with safe_open(path, framework="pt") as file:
+                save_shard(held, folder / path.name, file.metadata() or {"format": "pt"})
         elif path.name in copied:
             shutil.copyfile(path, folder / path.name)
-        elif path.is_file():
+        elif path.is_file() and link:
             (folder / path.name).symlink_to(path.resolve())
+    copy_tokenizer(checkpoint.folder, folder)
     return open_checkpoint(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what a checkpoint has of a tokenizer and another folder has not yet."""
+    for path in tokenizer_files(source):
+        place = folder / copied_name(path)
+        place.parent.mkdir(exist_ok=True)
+        if not place.exists():
+            shutil.copyfile(path, place)
 
 
 def _wide(stored: Tensor) -> torch.dtype:

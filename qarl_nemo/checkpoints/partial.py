@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl_nemo.checkpoints.hf_config import RECORD_FILE, foreign_files
+from qarl_nemo.checkpoints.hf_config import RECORD_FILE, foreign_files, top_name
 from qarl_nemo.checkpoints.resume_record import RESUME_FILE, FinishedShard, ResumeRecord, is_record
 from qarl_nemo.files import exclusive, sync
 
@@ -103,13 +103,16 @@ class PartialFolder:
             ValueError: the folder holds files that are not this conversion's, or the destination was made meanwhile.
         """
         for name, content in companions.items():
-            with (self.folder / name).open("wb") as file:
+            path = self.folder / name
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         self._refuse_strays(set(self._record.files))
         check_destination(self._destination, self._overwrite)
-        sync(self.folder)
+        for folder in {(self.folder / name).parent for name in companions} | {self.folder}:
+            sync(folder)
         if self._destination.exists():
             os.replace(self._destination, self._replaced)
         try:
@@ -133,7 +136,7 @@ class PartialFolder:
         if self.folder.exists() or not self._destination.is_dir():
             return False
         there = {path.name for path in self._destination.iterdir()}
-        return there == set(before.files) and all(
+        return there == set(map(top_name, before.files)) and all(
             shard.is_intact(self._destination / file) for file, shard in before.shards.items()
         )
 
@@ -162,11 +165,14 @@ class PartialFolder:
         made = {*before.files, *before.shards}
         self._refuse_strays(made | {f"{file}.tmp" for file in made})
         for path in self.folder.iterdir():
-            if path.name not in self._record.shards:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in self._record.shards:
                 path.unlink()
 
     def _refuse_strays(self, own: set[str]) -> None:
-        strays = sorted(path.name for path in self.folder.iterdir() if path.name not in own)
+        tops = set(map(top_name, own))
+        strays = sorted(path.name for path in self.folder.iterdir() if path.name not in tops)
         if strays:
             raise ValueError(
                 f"{self.folder} holds files that this conversion did not make, which will not be published: "

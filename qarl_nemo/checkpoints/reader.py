@@ -172,10 +172,14 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"missing file {CONFIG_FILE}")
         return {}
     try:
-        return read_json(folder / CONFIG_FILE, "a model's config.json")
+        config = read_json(folder / CONFIG_FILE, "a model's config.json")
     except FileError as error:
         problems.append(str(error))
         return {}
+    if not isinstance(config.get("quantization_config"), dict | None):
+        problems.append(f"{CONFIG_FILE}: expected quantization_config, an object, or none")
+        return {}
+    return config
 
 
 def _weight_files(folder: Path) -> Mapping[str, list[str] | None]:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ValidationError
 
+from qarl_nemo.checkpoints.hf_config import TEMPLATES_FOLDER
 from qarl_nemo.files import FileError, checksum, read_json, write_atomic
 
 RESUME_FILE = "qarl_resume.json"
@@ -66,7 +67,12 @@ class ResumeRecord(BaseModel, extra="forbid", strict=True):
                 f"{path}: expected {_WHAT}, but it is damaged or of another version of this tool ({where}); delete "
                 f"{folder} and begin again"
             ) from None
-        outside = [name for name in {*record.files, *record.shards} if Path(name).name != name]
+        inside = ("", f"{TEMPLATES_FOLDER}/")
+        outside = [
+            name
+            for name in {*record.files, *record.shards}
+            if name.removesuffix(Path(name).name) not in inside or Path(name).name == ".."
+        ]
         if outside:
             raise FileError(f"{path} names files outside its folder: {', '.join(outside)}; delete {folder}")
         return record

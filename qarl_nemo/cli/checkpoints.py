@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qarl_nemo.checkpoints import Checkpoint
 
 # The files with the words of a tokenizer, of which a folder has one.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 @command

@@ -36,7 +36,10 @@ def export(
             served = export_packed(run, destination, overwrite=overwrite, progress=show)
         typer.echo(f"{destination}: packed as it was served\nserve it: {served}")
         if "--lora-modules" in served:
-            typer.echo("its adapters stay in the run, in the folder that this command names: keep both")
+            typer.echo(
+                "its adapters stay in the run, in the folder that this command names: keep both, and copy it "
+                "before the run goes on, which deletes its older checkpoints"
+            )
         return
     with shard_progress() as show:
         report = export_run(run, destination, dequantize=dequantize, overwrite=overwrite, progress=show)

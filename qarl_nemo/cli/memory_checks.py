@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from qarl_formats import VllmKernels
 from qarl_nemo.architecture import FAMILIES, config_file, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint
-from qarl_nemo.checkpoints.scheme import stored_format
+from qarl_nemo.checkpoints.scheme import nearest_format, stored_format
 from qarl_nemo.checkpoints.shapes import engine_problems
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.files import read_json
@@ -88,10 +88,17 @@ def require_own_format(model: Path, learner: Learner) -> None:
         learner: its format and targets count.
 
     Raises:
-        ValueError: the checkpoint has another format or other targets; names the options that say so.
+        ValueError: the checkpoint has another format or other targets; names the options that say so. Or no run
+            executes its format.
     """
     file = config_file(model)
-    stored = stored_format(read_json(file, "a model's config.json").get("quantization_config") or {})
+    quantization = read_json(file, "a model's config.json").get("quantization_config") or {}
+    stored = stored_format(quantization)
+    if stored is None and quantization:
+        raise ValueError(
+            f"{model} is quantized, and no run trains on it: {nearest_format(quantization)}; name the BF16 model that "
+            "it was made from"
+        )
     if stored is None or learner.record is None:
         return
     options = []

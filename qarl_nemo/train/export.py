@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, QuantizeReport, open_checkpoint, quantize_checkpoint
+from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.lora import PREFIX
@@ -67,7 +68,8 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
         ValueError: it is no such run.
     """
     if not (run / RUN_CONFIG).is_file():
-        raise FileError(f"{run} is no run of qarl train: it has no {RUN_CONFIG}")
+        hint = folder_hint(run) if is_trained_alone(run) or is_trained_alone(run / "model") else ""
+        raise FileError(f"{run} is no run of qarl train: it has no {RUN_CONFIG}{hint}")
     step = require_checkpoint(run)
     folder = checkpoint_dir(run, step) / "model"
     if not is_trained_alone(folder):

@@ -1,6 +1,7 @@
 """`qarl export --packed`: the quantized checkpoint of a run on a frozen base, for adapters to be served beside it."""
 
 import glob
+import json
 import os
 import shlex
 import shutil
@@ -11,11 +12,12 @@ from pathlib import Path
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, quantize_checkpoint
-from qarl_nemo.checkpoints.hf_config import tokenizer_files
+from qarl_nemo.checkpoints.hf_config import RECORD_FILE, TEMPLATES_FOLDER, TOOL, tokenizer_files
 from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
-from qarl_nemo.checkpoints.overlay import write_overlay
+from qarl_nemo.checkpoints.overlay import copy_tokenizer, write_overlay
 from qarl_nemo.checkpoints.partial import check_destination
 from qarl_nemo.checkpoints.quantize import check_apart
+from qarl_nemo.checkpoints.reader import INDEX_FILE
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.refit.engine_settings import serve_command
 from qarl_nemo.train.export import read_run
@@ -65,7 +67,7 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
     for left in folder.glob(f"{glob.escape(destination.name)}{_UNFINISHED}*"):
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}{_UNFINISHED}") as work:
-        write_overlay(base, training.parameters, Path(work) / "copy", link=False)
+        _sign(write_overlay(base, training.parameters, Path(work) / "copy", link=False), training)
         if base.tokenizer is not None:
             _replace_tokenizer(Path(work) / "copy", base.tokenizer)
         if destination.exists():
@@ -73,11 +75,24 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
         os.replace(Path(work) / "copy", destination)
 
 
+def _sign(copy: Checkpoint, training: Training) -> None:
+    """Write the files by which a later export knows its own, which copies of other tools' checkpoints lack."""
+    fmt, total = training.fmt, sum(info.num_bytes for info in copy.tensors)
+    weight_map = {info.name: file for info in copy.tensors for file in info.files}
+    record = {"tool": TOOL, "format": fmt.name, "group_size": fmt.group_size, "targets": list(training.targets)}
+    for name, content in (
+        (INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}),
+        (RECORD_FILE, record),
+    ):
+        if not (copy.folder / name).exists():
+            (copy.folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
 def _replace_tokenizer(folder: Path, other: Path) -> None:
     for path in tokenizer_files(folder):
         path.unlink()
-    for path in tokenizer_files(other):
-        shutil.copyfile(path, folder / path.name)
+    shutil.rmtree(folder / TEMPLATES_FOLDER, ignore_errors=True)
+    copy_tokenizer(other, folder)
 
 
 def _precision(base: Checkpoint) -> str:

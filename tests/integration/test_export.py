@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -157,11 +158,12 @@ def test_a_run_is_packed_as_it_was_served(runs, tmp_path, name):
     assert not torch.equal(found[norm], load_file(folder / name / "base" / "model.safetensors")[norm])
 
 
-def trained_on_int8(tmp_path, **policy):
+def trained_on_int8(tmp_path, change=lambda folder: None, **policy):
     source = tmp_path / "source"
     tiny_model(dtype=torch.bfloat16, moe_intermediate_size=256, hidden_size=256).save_pretrained(source)
     TOKENIZER.save_pretrained(source)
     quantize_checkpoint(source, tmp_path / "int8", get_format("int8"), ["experts"])
+    change(tmp_path / "int8")
     policy = {"_override_": True, "model_path": str(tmp_path / "int8")} | policy
     qarl = {"_override_": True, "format": "int8"}
     return train(tmp_path / "run", policy=policy, qarl=qarl, grpo={"max_num_steps": 2})
@@ -192,6 +194,46 @@ def test_a_packed_base_is_copied_with_what_was_trained(odd_rewards, tmp_path):
         assert problem in str(done.exception) + done.output
 
 
+def test_a_copy_of_another_tools_base_is_overwritten_as_every_output_is(odd_rewards, tmp_path):
+    def change(folder):
+        (folder / "qarl_quantization.json").unlink()
+        (folder / "model.safetensors.index.json").unlink()
+        (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+        (folder / "README.md").write_text("its model card")
+
+    trained_on_int8(tmp_path, change)
+    for options in ([], ["--overwrite"]):
+        done = export(tmp_path / "run", tmp_path / "out", "--packed", *options)
+        assert done.exit_code == 0, done.output
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"model.safetensors", "qarl_quantization.json", "config.json", "tokenizer.json"}
+    assert "README.md" not in names
+    copy = find_model(tmp_path / "out")
+    assert (copy.format_name, copy.targets, copy.quantized) == ("int8", ("experts",), True)
+    (tmp_path / "out" / "notes.txt").touch()
+    assert "move away notes.txt" in export(tmp_path / "run", tmp_path / "out", "--packed", "--overwrite").output
+
+
+def test_a_packed_copy_says_in_its_files_what_it_is(tmp_path):
+    trained_on_int8(tmp_path)
+    assert export(tmp_path / "run", tmp_path / "out", "--packed").exit_code == 0
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    with safe_open(file, framework="pt") as handle:
+        assert handle.metadata()["qarl_format"] == "int8"
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+def test_a_checkpoint_without_its_base_leads_to_the_run(tmp_path, lora):
+    trained_on_int8(tmp_path, **({"lora": lora} if lora else {}))
+    step = tmp_path / "run" / "checkpoints" / "step_000002"
+    for folder in (step, step / "model"):
+        assert f"{tmp_path / 'run'}" in export(folder, tmp_path / "out").output.split("it has no config.yaml;")[1]
+    for folder in (step / "model", tmp_path / "run"):
+        with pytest.raises(ValueError, match="qarl eval takes the run") as error:
+            open_checkpoint(folder)
+        assert "name one of" not in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_a_base_of_any_floats_is_merged_as_it_was_executed(tmp_path, dtype):
     tensors, fmt = tensors_of(DENSE, DTYPES[dtype]), get_format("w4a16")
@@ -213,12 +255,14 @@ def test_an_exported_model_writes_prompts_as_its_run_did(tmp_path, packed):
     # An older tool's file, which the run's tokenizer does not have.
     (tmp_path / "int8" / "added_tokens.json").write_text('{"?": 5}')
     (tmp_path / "int8" / "LICENSE").write_text("free")
+    (tmp_path / "int8" / "additional_chat_templates").mkdir()
+    (tmp_path / "int8" / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     done = export(tmp_path / "run", tmp_path / "out", "--packed" if packed else "--dequantize")
     assert done.exit_code == 0, done.output
-    assert AutoTokenizer.from_pretrained(tmp_path / "int8").chat_template is None
+    assert AutoTokenizer.from_pretrained(tmp_path / "int8").chat_template == {"tool_use": "tools"}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "added_tokens.json" not in names
+    assert not names & {"added_tokens.json", "additional_chat_templates"}
     assert names > {"generation_config.json", "LICENSE", "tokenizer.json"}
 
 

@@ -117,6 +117,15 @@ def test_a_quantized_base_is_computed_as_it_is_stored(tmp_path, qarl):
     assert code == 0, printed
 
 
+def test_a_base_that_no_run_executes_is_refused(tmp_path, qarl):
+    config = json.loads((MODEL / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, printed = qarl("memory", tmp_path, "--lora", 32)
+    assert code == 2
+    assert "no run trains on it: nearest is" in " ".join(printed.split())
+
+
 def test_a_base_with_weights_says_itself_which_layers_are_quantized(tmp_path, qarl):
     quantized_copies(save_sparse(tmp_path / "source"), tmp_path, ["w4a16"], ["experts", "attention"])
     code, printed = qarl("memory", tmp_path / "w4a16", "--lora", 8, "--group-size", 32)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from qarl_nemo.architecture import read_architecture
 from qarl_nemo.checkpoints.reader import open_checkpoint
 from qarl_nemo.files import FileError
 from qarl_nemo.names import natural_key
@@ -180,6 +181,8 @@ def test_thousands_of_missing_names_are_counted(make_source):
             "checkpoints/step_000002/model/adapter_config.json",
             r"the adapters of .* are in .*model: qarl eval",
         ),
+        ("trained.safetensors", "on a frozen base, without the base: qarl eval takes the run"),
+        ("checkpoints/step_000002/model/trained.safetensors", r"whole model of it \(qarl export .* \.\.\.\)$"),
         ("model/config.json", "are in .*model: name that"),
         ("checkpoints/step_000002/model/config.json", r"holds 1 models: name one of .*/checkpoints/step_000002/model$"),
     ],
@@ -189,6 +192,15 @@ def test_other_folders_get_the_hint_that_fits(tmp_path, inside, hint):
     (tmp_path / inside).write_text("{}")
     with pytest.raises(FileError, match=hint):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("read", [open_checkpoint, read_architecture])
+def test_a_quantization_config_that_is_no_object_is_named(source, tmp_path, read):
+    folder = shutil.copytree(source, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": ["int8"]}))
+    with pytest.raises(ValueError, match=r"config\.json: .*quantization_config.* object, or none"):
+        read(folder)
 
 
 def test_a_hub_name_is_told_from_a_folder(tmp_path, monkeypatch):

@@ -1,0 +1,75 @@
+"""The files around the weights: all that a tokenizer consists of is copied, and known again when it is replaced."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from qarl_kernels import get_format
+from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.checkpoints.overlay import write_overlay
+from qarl_nemo.checkpoints.reader import open_checkpoint
+from qarl_nemo.cli import app
+from support.engines import TOKENIZER
+from support.whole_models import save_sparse
+
+TEMPLATES = {"default": "{{ messages[0]['content'] }}", "tool_use": "tools: {{ messages[0]['content'] }}"}
+TOOL_USE = "additional_chat_templates/tool_use.jinja"
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = save_sparse(tmp_path / "source", TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATES
+    tokenizer.save_pretrained(folder)
+    (folder / "tekken.json").write_text('{"words": 1}')
+    return folder
+
+
+def quantized(source, out, **options):
+    return quantize_checkpoint(source, out, get_format("int8"), ["experts"], **options).destination
+
+
+def test_all_templates_and_a_tokenizer_of_mistrals_own_are_copied(source, tmp_path):
+    for overwrite in (False, True):
+        out = quantized(source, tmp_path / "out", overwrite=overwrite)
+        assert AutoTokenizer.from_pretrained(out).chat_template == TEMPLATES
+        assert (out / "tekken.json").read_text() == '{"words": 1}'
+    (out / "additional_chat_templates" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"move away additional_chat_templates/notes\.txt"):
+        quantized(source, tmp_path / "out", overwrite=True)
+
+
+def test_a_conversion_that_had_copied_them_goes_on(source, tmp_path):
+    quantized(source, tmp_path / "out")
+
+    class KilledError(Exception):
+        pass
+
+    def kill(_):
+        raise KilledError
+
+    other = tmp_path / "other"
+    with pytest.raises(KilledError):
+        quantized(source, other, progress=kill)
+    shutil.copytree(tmp_path / "out" / "additional_chat_templates", f"{other}.partial/checkpoint/{TOOL_USE[:25]}")
+    assert (quantized(source, other) / TOOL_USE).read_text() == TEMPLATES["tool_use"]
+    assert not (tmp_path / "other.partial").exists()
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_copy_with_other_values_has_them_too(source, tmp_path, link):
+    norm = {"model.norm.weight": torch.full((256,), 2.0)}
+    folder = write_overlay(open_checkpoint(source), norm, tmp_path / "copy", link=link).folder
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES
+    assert (folder / "tekken.json").is_file()
+
+
+def test_a_source_whose_only_words_are_mistrals_own_has_a_tokenizer(source, tmp_path):
+    (source / "tokenizer.json").unlink()
+    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "--format", "int8"])
+    assert done.exit_code == 0, done.output
+    assert "no tokenizer" not in done.output
