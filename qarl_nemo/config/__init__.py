@@ -3,7 +3,7 @@
 from qarl_nemo.config.load import load_config
 from qarl_nemo.config.problems import ConfigError, validate
 from qarl_nemo.config.qarl import Alignment, QarlConfig, StrictModel, Targets
-from qarl_nemo.config.yaml_file import flatten, literal, merge_mappings, read_yaml, write_yaml
+from qarl_nemo.config.yaml_file import flatten, literal, merge_mappings, plain, read_yaml, write_yaml
 
 __all__ = [
     "Alignment",
@@ -15,6 +15,7 @@ __all__ = [
     "literal",
     "load_config",
     "merge_mappings",
+    "plain",
     "read_yaml",
     "validate",
     "write_yaml",

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from qarl_nemo.config.overrides import merge_overrides
 from qarl_nemo.config.problems import ConfigError, validate
+from qarl_nemo.config.references import stale_references
 from qarl_nemo.config.yaml_file import read_yaml
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -29,12 +30,14 @@ def load_config(path: Path, overrides: Sequence[str], model: type[Model]) -> Mod
 
     Raises:
         ConfigError: unreadable file, malformed override, unknown key (with the nearest legal one) or illegal value;
-            all problems of a file are listed at once.
+            all problems of a file are listed at once. A `${...}` that some runs of a comparison would not follow.
     """
     merged = merge_overrides(read_yaml(path, model), overrides, model)
     # Their values may hold secrets.
     keys = ", ".join(dict.fromkeys(override.partition("=")[0] for override in overrides))
     source = f"{path} with {keys} from the command line" if keys else str(path)
+    if problems := stale_references(merged):
+        raise ConfigError("\n  ".join([f"{source}: {len(problems)} problem(s)", *problems]))
     return validate(_resolve(merged, path), model, source=source)
 
 

@@ -40,10 +40,10 @@ def merge_overrides(config: dict[str, Any], overrides: Sequence[str], model: typ
     unwritable = [ascii(text.partition("=")[0]) for text in overrides if not _is_unicode(text)]
     if unwritable:
         raise ConfigError(f"overrides whose text is not UTF-8, which no config can hold: {', '.join(unwritable)}")
-    assigned, malformed = [], []
+    assigned, malformed, arms = [], [], _arms(config)
     for text in overrides:
         try:
-            assigned.append(_assignment(text, model))
+            assigned.append(_assignment(text, model, arms))
         except ConfigError as error:
             raise ConfigError(f"the override of {text.partition('=')[0]}: {error}") from None
         except (OmegaConfBaseException, yaml.YAMLError, ValueError):
@@ -72,14 +72,34 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _assignment(text: str, model: type[BaseModel]) -> dict[str, Any]:
+def _arms(config: dict[str, Any]) -> list[str]:
+    compare = config.get("compare")
+    arms = compare.get("arms") if isinstance(compare, dict) else None
+    return [str(arm) for arm in arms] if isinstance(arms, dict) else []
+
+
+def _parts(key: str, arms: list[str]) -> list[str]:
+    # Arms have names in plain words, in which a dot is no separator (`lr 1.5`).
+    rest = key.removeprefix(_INTO_AN_ARM)
+    named = [arm for arm in arms if rest != key and f"{rest}.".startswith(f"{arm}.")]
+    if not named:
+        return key.split(".")
+    arm = max(named, key=len)
+    inside = rest.removeprefix(arm).split(".")[1:]
+    return [*_INTO_AN_ARM.rstrip(".").split("."), arm, *inside]
+
+
+def _assignment(text: str, model: type[BaseModel], arms: list[str]) -> dict[str, Any]:
     key, equals, value = text.partition("=")
-    keys = key.split(".")
+    keys = _parts(key, arms)
     if text.startswith("-") or not equals or not all(part.strip() for part in keys):
         raise ValueError(text)
     if _is_text(value, annotations(keys, [model])):
         return _nested(keys, value)
     check_yaml_size(value)
+    if keys != key.split("."):
+        only: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        return _nested(keys, only["value"])
     values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
     return values
 

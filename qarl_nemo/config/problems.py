@@ -27,6 +27,18 @@ class ConfigError(ValueError):
     """The config cannot be used; the message lists every problem."""
 
 
+class SeveralProblemsError(ValueError):
+    """Several things are wrong that have nothing to do with each other; `catch` keeps each.
+
+    Args:
+        problems: what they are.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n  ".join(problems))
+        self.problems = problems
+
+
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
@@ -214,7 +226,7 @@ def catch(errors: list[ValueError], function: Callable[..., T], *arguments: Any,
     """Call a function as `attempt` does, and keep its error itself, so that it can be raised.
 
     Args:
-        errors: gets the error.
+        errors: gets the error, of several problems one for each.
         function: raises ValueError.
         arguments: its arguments.
         options: its keyword arguments.
@@ -224,6 +236,8 @@ def catch(errors: list[ValueError], function: Callable[..., T], *arguments: Any,
     """
     try:
         return function(*arguments, **options)
+    except SeveralProblemsError as error:
+        errors += map(ValueError, error.problems)
     except ValueError as error:
         errors.append(error)
-        return None
+    return None

@@ -26,6 +26,8 @@ _MAX_CHARS, _MAX_VALUES, _MAX_LEVELS, _MAX_FILES = 1 << 18, 20_000, 40, 20
 
 # A reference's begin, and the backslashes before it, of which two stand for one there.
 _REFERENCE = re.compile(r"(\\*)\$\{")
+# The same behind what `literal` puts before it: an odd number of backslashes.
+_ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
 # What PyYAML calls the text that it parses.
 _UNNAMED = 'in "<unicode string>", '
 
@@ -77,6 +79,23 @@ def literal(value: Any) -> Any:
     if isinstance(value, list):
         return [literal(each) for each in value]
     return _REFERENCE.sub(r"\1\1\${", value) if isinstance(value, str) else value
+
+
+def plain(value: Any) -> Any:
+    """Return the value that `literal` was given; texts in which no `${...}` is escaped stay as they are.
+
+    Args:
+        value: plain values, as `read_yaml` returns them.
+    """
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return _ESCAPED.sub(_unescaped, value) if isinstance(value, str) else value
+
+
+def _unescaped(escaped: re.Match[str]) -> str:
+    return escaped[1][: len(escaped[1]) // 2] + "${"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -40,6 +40,11 @@ class RewardFunction:
                 + ", ".join(_VERL)
             )
 
+    @property
+    def reads_record(self) -> bool:
+        """Whether rewards may depend on the record's other fields."""
+        return self._takes_record or bool(set(self._verl) - {"solution_str", "ground_truth"})
+
     def __call__(self, response: str, answer: str, record: Mapping[str, Any]) -> float:
         """Return the reward of one response.
 

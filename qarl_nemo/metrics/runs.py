@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from qarl_nemo.config import read_yaml
+from qarl_nemo.config import plain, read_yaml
 from qarl_nemo.metrics import nemo_rl_logs
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
 from qarl_nemo.metrics.events import METRICS_FILE
@@ -171,7 +171,7 @@ def _load_nemo_rl(path: Path) -> Run:
 
 
 def _read_config(file: Path, kind: type[BaseModel]) -> dict[str, Any]:
-    config = read_yaml(file)
+    config = plain(read_yaml(file))
     require_kind(config, kind, str(file))
     return config
 

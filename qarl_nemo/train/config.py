@@ -9,9 +9,9 @@ from qarl_nemo.config import QarlConfig, StrictModel
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
+from qarl_nemo.train.checkpointing_config import CheckpointingConfig
 from qarl_nemo.train.lora import LoraConfig, lora_problems
 from qarl_nemo.train.rollout_config import LOWEST_TEMPERATURE, PackedRolloutConfig, RolloutConfig
-from qarl_nemo.train.time_limit import limit_seconds
 from qarl_nemo.train.vllm.limits import config_problems
 from qarl_nemo.update_aware import UpdateAwareScale
 
@@ -270,23 +270,6 @@ class ArithmeticData(StrictModel):
         return self
 
 
-class CheckpointingConfig(StrictModel):
-    """Atomic checkpoints; a killed run resumes to the same numbers."""
-
-    enabled: bool = True
-    save_period: int = Field(50, ge=1, le=10_000_000)
-    keep_last: int = Field(2, ge=1, le=1000)
-    checkpoint_must_save_by: str | None = None
-    """DD:HH:MM:SS from the run's start, as in NeMo-RL: before that time the run tests, saves and ends."""
-
-    @field_validator("checkpoint_must_save_by")
-    @classmethod
-    def _check_limit(cls, value: str | None) -> str | None:
-        if value is not None:
-            limit_seconds(value)
-        return value
-
-
 class WandbConfig(StrictModel):
     """Weights & Biases, beside TensorBoard."""
 
@@ -339,7 +322,9 @@ class LocalConfig(StrictModel):
     run_dir: Path
     seed: int = Field(0, ge=0, lt=2**32)
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; None = torch's choice.")
+    num_threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads; None = torch's choice, and 1 in a comparison."
+    )
     qarl: QarlConfig = QarlConfig()
     policy: PolicyConfig
     rollout: RolloutConfig = PackedRolloutConfig()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qarl_nemo.config import read_yaml, validate
+from qarl_nemo.config import plain, read_yaml, validate
 from qarl_nemo.files import FileError
 from qarl_nemo.names import expert_names, is_stacked_expert
 from qarl_nemo.train.base_files import require_same_base
@@ -41,7 +41,7 @@ class FrozenRun:
             FileError: the base is gone, or has changed.
         """
         source = run / RUN_CONFIG
-        config = validate(read_yaml(source), LocalConfig, source=str(source))
+        config = validate(plain(read_yaml(source)), LocalConfig, source=str(source))
         base = config.policy.model_path or run / BASE_FOLDER
         if not base.is_dir():
             raise FileError(

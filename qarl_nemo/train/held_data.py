@@ -17,6 +17,7 @@ _NAME = "data.json"
 def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: bool) -> None:
     """Remember a run's problems and its chat template, or require that they are still the same.
 
+    Of a problem count prompt, answer and, where a reward function reads them, the other fields of its record.
     What a template writes is not compared: some write the day, which is another one when a run goes on.
 
     Args:
@@ -39,20 +40,34 @@ def hold_data(run_dir: Path, source: TaskSource, encode: PromptEncoder, *, new: 
         return
     held = read_json(file, "the digests of a run's problems")
     differing = [name for name in {**held, **digests} if held.get(name) != digests.get(name)]
-    # Runs of earlier versions remember what the template wrote.
-    changed = [f"data.{name}" for name in differing if held.get(name) != _written(source.tasks.get(name, []), encode)]
+    changed = [
+        f"data.{name}" for name in differing if held.get(name) not in _earlier(source.tasks.get(name, []), encode)
+    ]
     if changed:
         raise ConfigError(
             f"{run_dir}: {' and '.join(changed)} or the chat template hold other prompts or answers than when this run "
-            "began; bring those back, or choose another run_dir=..."
+            "began, or other fields for its reward function; bring those back, or choose another run_dir=..."
         )
 
 
-def _digest(template: Any, tasks: list[Task]) -> str:
+def _digest(template: Any, tasks: list[Task], *, records: bool = True) -> str:
     digest = hashlib.sha256(json.dumps(template).encode())
     for task in tasks:
-        digest.update(json.dumps([task.prompt, task.answer]).encode())
+        reads = records and getattr(task.reward_function, "reads_record", False)
+        fields = [dict(task.record)] if reads else []
+        digest.update(json.dumps([task.prompt, task.answer, *fields], default=_text).encode())
     return digest.hexdigest()
+
+
+def _text(value: object) -> str:
+    # Fields of other types than JSON's; an object's address is another one in each process.
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _earlier(tasks: list[Task], encode: PromptEncoder) -> tuple[str, str]:
+    """Return what earlier versions remember: no fields of records, and before that what the template wrote."""
+    return _digest(encode.template, tasks, records=False), _written(tasks, encode)
 
 
 def _written(tasks: list[Task], encode: PromptEncoder) -> str:

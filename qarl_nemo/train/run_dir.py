@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from qarl_nemo.config import ConfigError, flatten, read_yaml, write_yaml
+from qarl_nemo.config import ConfigError, flatten, literal, plain, read_yaml, write_yaml
 from qarl_nemo.files import FileError, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps, require_steps
 from qarl_nemo.train.checkpoint import (
@@ -116,7 +116,7 @@ def open_run_dir(config: LocalConfig) -> int | None:
     step = inspect_run_dir(config)
     make_folder(config.run_dir, "a run's folder")
     remove_leftovers(config.run_dir)
-    write_yaml(config.run_dir / RUN_CONFIG, config.model_dump(mode="json", exclude={"compare"}))
+    write_yaml(config.run_dir / RUN_CONFIG, literal(config.model_dump(mode="json", exclude={"compare"})))
     return step
 
 
@@ -148,7 +148,7 @@ def _require_same_run(config: LocalConfig) -> None:
         raise FileError(
             f"{path} is missing, so that nothing says which run this folder holds; choose another run_dir=..."
         )
-    found, wanted = read_yaml(path), config.model_dump(mode="json", exclude={"compare"})
+    found, wanted = plain(read_yaml(path)), config.model_dump(mode="json", exclude={"compare"})
     # The stages of noise are parts of the whole run.
     free = tuple(key for key in _FREE_KEYS if config.rollout.noise is None or key != "grpo.max_num_steps")
     differing = _differences(flatten(found), flatten(wanted), free)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from qarl_nemo.config.problems import attempt
+from qarl_nemo.config.problems import SeveralProblemsError, attempt
 from qarl_nemo.data.benchmark_problems import benchmark_tasks
 from qarl_nemo.data.config import BenchmarkConfig, DatasetConfig, Datasets, DatasetsData, ValidationSets
 from qarl_nemo.data.problems import Task, read_tasks
@@ -22,7 +22,7 @@ class TaskSource:
         seed: the run's seed.
 
     Raises:
-        ValueError: data sets cannot be loaded, or records lack a field; all are listed with their places.
+        SeveralProblemsError: data sets cannot be loaded, or records lack a field; all are listed with their places.
     """
 
     def __init__(self, config: ArithmeticData | DatasetsData, seed: int) -> None:
@@ -35,7 +35,7 @@ class TaskSource:
             train = _read("data.train", config.train, problems)
             validation = _read("data.validation", config.validation or [], problems)
             if problems:
-                raise ValueError("\n  ".join(problems))
+                raise SeveralProblemsError(problems)
             self.tasks["train"] = [task for tasks in train for task in tasks]
             in_turn = itertools.zip_longest(*validation)
             self.tasks["validation"] = [task for tasks in in_turn for task in tasks if task is not None]

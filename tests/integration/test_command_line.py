@@ -113,6 +113,7 @@ def test_a_check_without_the_model_still_lists_what_is_wrong_with_the_data(qarl,
     overrides = [f"{key}={tmp_path / name}" for key, name in paths.items()]
     engine = ("device=cpu", "rollout.engine=packed", "policy.precision=float32")
     code, printed = qarl("train", "gsm8k", "--check", *engine, *overrides, f"run_dir={tmp_path / 'run'}")
+    assert "3 problem(s), nothing was started:" in printed
     assert code == 2
     assert all(f"{tmp_path / name}" in printed for name in paths.values())
 

@@ -12,6 +12,7 @@ from qarl_nemo.config import (
     literal,
     load_config,
     merge_mappings,
+    plain,
     read_yaml,
     write_yaml,
 )
@@ -132,6 +133,7 @@ def test_a_literal_is_read_as_it_was(text, tmp_path):
     values = {"name": text, "texts": {"a": text}}
     write_yaml(tmp_path / "run.yaml", literal(values))
     assert load_config(tmp_path / "run.yaml", [], Whole) == Whole(**values)
+    assert plain(read_yaml(tmp_path / "run.yaml")) == values
 
 
 def test_a_reference_behind_the_end_of_a_list_is_named(write):

@@ -140,6 +140,19 @@ def test_an_override_of_one_arm_keeps_the_rest_of_all(tmp_path):
     assert load(["compare.arms={only: {}}"]).compare.arms == {"only": {}}
 
 
+def test_an_arm_with_a_dot_in_its_name_can_be_overridden(tmp_path):
+    arms = {"lr 1": {"seed": 1}, "lr 1.5": {"policy": {"optimizer": {"lr": 1.5e-6}}}, "lr 1.5.2": {}}
+    OmegaConf.save(OmegaConf.create(BASE | {"compare": {"seeds": [4], "arms": arms}}), tmp_path / "c.yaml")
+    changes = ["policy.optimizer.lr=2.0e-6", "grpo={max_num_steps: 3}", "qarl.format=w8a16"]
+    overrides = [f"compare.arms.lr 1.5.{changes[0]}", f"compare.arms.lr 1.5.{changes[1]}"]
+    overrides += [f"compare.arms.lr 1.5.2.{changes[2]}", "compare.arms.lr 1={seed: 2}"]
+    assert load_config(tmp_path / "c.yaml", overrides, LocalConfig).compare.arms == {
+        "lr 1": {"seed": 2},
+        "lr 1.5": {"policy": {"optimizer": {"lr": 2e-6}}, "grpo": {"max_num_steps": 3}},
+        "lr 1.5.2": {"qarl": {"format": "w8a16"}},
+    }
+
+
 def test_an_arm_has_a_name_and_a_block(tmp_path):
     path = tmp_path / "compare.yaml"
     path.write_text("compare: {seeds: [1], arms: {on: {}, 4: {}, empty: }}\nrun_dir: x\nloss_fn: {objective: tbpo}\n")
@@ -247,3 +260,46 @@ def test_arms_that_a_config_does_not_have_are_refused_before_anything_is_made(qa
     code, said = qarl("train", "compare", "--arm", "bf16")
     assert (code, "no arm is called 'bf16'; legal: 'BF16', " in said) == (2, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reference_to_what_an_arm_or_a_seed_changes_is_refused(expand):
+    # Each is filled in once, before arms and seeds are; every run would have the value of the rest of the file.
+    arms = {
+        "as it is": {},
+        "larger": {"grpo": {"num_prompts_per_step": 8}},
+        "with its own": {"grpo": {"num_prompts_per_step": 16, "train_global_batch_size": 16}},
+        "own": {"grpo": {"num_prompts_per_step": 4, "train_global_batch_size": "${grpo.num_prompts_per_step}"}},
+        "another block": {"qarl": {"_override_": True, "format": "w8a16"}},
+    }
+    rest = {
+        "grpo": {"num_prompts_per_step": 2, "train_global_batch_size": "${grpo.num_prompts_per_step}"},
+        "policy": {"model_init": {}, "warm_start": {"steps": "${seed}"}},
+        "logger": {"wandb": {"project": "g${qarl.group_size}"}},
+    }
+    with pytest.raises(ConfigError) as raised:
+        expand(BASE | rest | {"compare": {"seeds": [0, 1], "arms": arms}})
+    batch, prompts = "grpo.train_global_batch_size refers to", "grpo.num_prompts_per_step, which arm"
+    filled = "sets, but is filled in before arms are: set a value in that arm"
+    once = "but is filled in once, with 0, for all of compare.seeds: set a value"
+    assert str(raised.value).splitlines()[1:] == [
+        f"  policy.warm_start.steps refers to seed, {once}",
+        f"  {batch} {prompts} 'larger' {filled}",
+        f"  logger.wandb.project refers to qarl.group_size, which arm 'another block' {filled}",
+        f"  arm 'own': {batch} {prompts} 'own' {filled}",
+    ]
+
+
+def test_a_reference_that_means_the_same_in_every_run_is_filled_in(expand):
+    arms = {"a": {"grpo": {"train_global_batch_size": 8, "num_generations_per_prompt": 4}}, "b": {"device": "cpu"}}
+    arms["b"]["grpo"] = {"val_num_prompts": "${.val_period}", "val_period": 7}
+    rest = {
+        "run_dir": "runs/${qarl.format}",
+        "grpo": {"num_prompts_per_step": 4, "train_global_batch_size": "${grpo.num_generations_per_prompt}"},
+        "policy": {"model_init": {}, "warm_start": {"steps": "${seed}"}},
+        "qarl": {"format": "w8a16"},
+        "seed": 3,
+    }
+    rest["grpo"]["num_generations_per_prompt"] = 2
+    a, b = expand(BASE | rest | {"compare": {"seeds": [3], "arms": arms}})
+    assert (a.grpo.train_global_batch_size, b.grpo.train_global_batch_size) == (8, 2)
+    assert (b.grpo.val_num_prompts, a.policy.warm_start.steps, str(a.run_dir)) == (7, 3, "runs/w8a16/a-seed3")

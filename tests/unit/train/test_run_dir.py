@@ -45,6 +45,15 @@ def test_the_resolved_config_is_written(tmp_path):
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["config.yaml"]
 
 
+def test_a_template_that_looks_like_a_reference_is_written_as_text(tmp_path):
+    made = config(tmp_path, policy={"model_init": {}, "tokenizer": {"chat_template": "${seed} {{ '${x' }}"}})
+    open_run_dir(made)
+    assert load_config(tmp_path / "config.yaml", [], LocalConfig) == made
+    write_steps(tmp_path, 2)
+    write_checkpoint(tmp_path, 1)
+    assert open_run_dir(made) == 1
+
+
 def test_the_same_config_may_come_back(begun):
     before = (begun / "config.yaml").read_text()
     assert open_run_dir(config(begun)) == 1

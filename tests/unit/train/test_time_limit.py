@@ -2,6 +2,8 @@
 
 import pytest
 
+from qarl_nemo.config import ConfigError, load_config
+from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.time_limit import TimeLimit, limit_seconds
 
 
@@ -39,3 +41,25 @@ def test_days_hours_minutes_and_seconds(text, seconds):
 def test_what_is_no_time_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"days:hours:minutes:seconds, for example '00:03:45:00'"):
         limit_seconds(text)
+
+
+MINIMAL = "run_dir: x\npolicy: {model_init: {}}\nloss_fn: {objective: tbpo}\n"
+
+
+def test_a_time_that_yaml_reads_as_a_number_is_to_be_quoted(tmp_path):
+    def load(limit):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"{MINIMAL}checkpointing: {{checkpoint_must_save_by: {limit}}}\n")
+        return load_config(path, [], LocalConfig).checkpointing.checkpoint_must_save_by
+
+    assert (load("01:03:45:00"), load("'1:03:45:00'"), load("null")) == ("01:03:45:00", "1:03:45:00", None)
+    with pytest.raises(ConfigError, match=r"save_by: put days:hours:minutes:seconds in quotes, '01:03:45:00'"):
+        load("1:03:45:00")
+
+
+def test_a_limit_without_checkpoints_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{MINIMAL}checkpointing: {{enabled: false}}\n")
+    load_config(path, [], LocalConfig)
+    with pytest.raises(ConfigError, match=r"enabled=false it could never go on; set enabled=true, or checkpoint_must"):
+        load_config(path, ["checkpointing.checkpoint_must_save_by=00:01:00:00"], LocalConfig)
