@@ -57,7 +57,7 @@ def banner_lines(config: LocalConfig, prepared: Prepared, step: int | None) -> d
         **_trained(config, prepared),
         "rollouts": f"{prepared.format.name}{_groups(prepared)}{qarl.grids(grpo.max_num_steps)}, "
         f"{quantized} of {len(prepared.rows)} modules quantized ({', '.join(qarl.targets)}), "
-        f"engine {config.rollout.engine}{_noise(rollout.noise)}",
+        f"engine {config.rollout.engine}{_noise(rollout.noise, grpo.max_num_steps)}",
         **kv_cache,
         "learner": f"{learners[qarl.alignment]}, {config.loss_fn.objective}, {grpo.num_prompts_per_step} prompts x "
         f"{grpo.num_generations_per_prompt} responses a step{_update_aware(config)}",
@@ -134,11 +134,13 @@ def _trained(config: LocalConfig, prepared: Prepared) -> dict[str, str]:
     return {"trained": f"{count}: LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}{others}"}
 
 
-def _noise(noise: NoiseConfig | None) -> str:
+def _noise(noise: NoiseConfig | None, num_steps: int) -> str:
     if noise is None:
         return ""
     unit = " of |w|" if noise.relative else ""
-    return f", noise of {noise.start:g} to {noise.end:g}{unit} on norms in {noise.stages} stages, {noise.mode}"
+    # Then the first noisy stage, which alone has `start`, may be left out, and the last one, which alone has `end`, is.
+    few = f" (only {num_steps} of them in a run of {num_steps} steps)" if noise.stages > num_steps else ""
+    return f", noise of {noise.start:g} to {noise.end:g}{unit} on norms in {noise.stages} stages{few}, {noise.mode}"
 
 
 def _readable_count(count: int) -> str:

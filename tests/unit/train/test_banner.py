@@ -11,6 +11,7 @@ from rich.console import Console
 from qarl_nemo.config import validate
 from qarl_nemo.train.banner import banner_lines
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.noise import NoiseConfig
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.progress import LiveProgress, working
 
@@ -125,3 +126,12 @@ def test_a_stage_that_the_run_does_not_reach_is_pointed_out(tmp_path, monkeypatc
     made = config(qarl={"format": "w8a16", "group_size": 32, "schedule": schedule})
     said = banner_lines(made, prepare(made), None)["rollouts"]
     assert "4 bits from step 200, 3 bits from step 201, which this run does not reach, " in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [(10, "10 stages, "), (9, "10 stages (only 9 of them in a run of 9 steps), ")]
+)
+def test_stages_of_noise_that_a_short_run_leaves_out_are_pointed_out(steps, said, tmp_path):
+    made = config(run_dir=str(tmp_path), rollout={"noise": {}}, grpo={"max_num_steps": steps})
+    assert len({NoiseConfig().stage(step, steps) for step in range(1, steps + 1)}) == steps
+    assert f"on norms in {said}replayed" in banner_lines(made, prepare(made), None)["rollouts"]
