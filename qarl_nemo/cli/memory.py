@@ -204,7 +204,7 @@ def _show_adapters(
     room = gpu_bytes - EMBEDDED_PROCESS_BYTES
     found = adapted_candidates(size, base, adapters, room, cache_bytes, vllm_serves=not refused)
     console = Console(width=180)
-    console.print(adapters_answer(found, gpu_bytes, base.tokens), highlight=False)
+    console.print(adapters_answer(found, gpu_bytes, base.tokens, adapters.rank), highlight=False)
     console.print(adapters_table(size, base, adapters, found, gpu_bytes, refused))
 
 

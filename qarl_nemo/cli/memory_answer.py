@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from qarl_nemo.cli.memory_units import with_unit
@@ -9,8 +10,11 @@ from qarl_nemo.memory import GIB, EngineRanks, ModelSize, rank_memory
 from qarl_nemo.memory.candidates import AdaptedCandidate, Candidate
 from qarl_nemo.memory.engine import engine_sizes
 from qarl_nemo.parallelism import divisors, either
+from qarl_nemo.train.lora import RANKS
 
 _ENGINES = {"packed": "packed (the built-in sampler)", "vllm": "vllm"}
+# Of `layouts`.
+_MOST_TP = 4
 _UNSERVED = "vLLM serves these weights on no number of GPUs (why: below the table). By memory alone: "
 
 
@@ -48,13 +52,14 @@ def learners_answer(
     return text if served else f"{_UNSERVED}{text[0].lower()}{text[1:]}"
 
 
-def adapters_answer(found: Sequence[AdaptedCandidate], gpu_bytes: float, tokens: int) -> str:
+def adapters_answer(found: Sequence[AdaptedCandidate], gpu_bytes: float, tokens: int, rank: int) -> str:
     """Say with which rollout engines adapters on a frozen base fit one GPU.
 
     Args:
         found: what `adapted_candidates` returned.
         gpu_bytes: memory of the GPU.
         tokens: tokens of the micro-batch that was asked about.
+        rank: the adapters' rank.
 
     Returns:
         One sentence; where nothing fits, the nearest, by how much it misses and what to change.
@@ -67,7 +72,7 @@ def adapters_answer(found: Sequence[AdaptedCandidate], gpu_bytes: float, tokens:
     return (
         f"Nothing fits {gpu}. The nearest, rollouts by {_ENGINES[nearest.engine]}, misses by "
         f"{with_unit(nearest.missing_bytes)} with {tokens:,} tokens a micro-batch. "
-        f"Change: {either(_changes_of_adapters(nearest))}."
+        f"Change: {either(_changes_of_adapters(nearest, rank))}."
     )
 
 
@@ -86,7 +91,10 @@ def _changes(model: ModelSize, found: Sequence[Candidate], engine: EngineRanks |
         yield f"--tokens {roomiest.tokens} (fits {_name(roomiest)})"
     if nearest.memory.peak_bytes > nearest.room:
         yield from _savings(model, nearest)
-    yield "more --gpus"
+    elif saved := _kept_bytes(model, nearest):
+        # A refit has them beside the engine, too.
+        yield f"--no-keep-operand (saves {with_unit(saved)})"
+    yield "more --gpus" if _more_gpus_share_more(model, nearest) else "more --gpus in a --layout with more tp, pp or cp"
     yield "--lora, which trains adapters on one GPU"
 
 
@@ -94,6 +102,17 @@ def _may_have_more(engine: EngineRanks, model: ModelSize, gpus: int) -> bool:
     experts_shared = max(engine.tp, engine.ep)
     more_for_experts = model.num_experts > 0 and experts_shared < divisors(gpus, model.num_experts)[-1]
     return more_for_experts or engine.tp < engine_sizes(model, gpus)[-1]
+
+
+def _more_gpus_share_more(model: ModelSize, one: Candidate) -> bool:
+    """Tell whether layouts that are looked at unasked take something off each GPU if there are more of them."""
+    ranks, shared = one.ranks, gcd(model.num_heads, model.num_kv_heads, _MOST_TP)
+    return one.memory.parts["optimizer"] > 0 or ranks.ep * ranks.etp < model.num_experts or ranks.tp < shared
+
+
+def _kept_bytes(model: ModelSize, one: Candidate) -> float:
+    without = rank_memory(model, one.ranks, replace(one.learner, keep_operand=False))
+    return one.memory.parts["packed"] - without.parts["packed"]
 
 
 def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:
@@ -110,7 +129,7 @@ def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:
             yield f"{option} (saves {with_unit(saved)})"
 
 
-def _changes_of_adapters(nearest: AdaptedCandidate) -> Iterator[str]:
+def _changes_of_adapters(nearest: AdaptedCandidate, rank: int) -> Iterator[str]:
     memory = nearest.memory
     rollouts_miss, update_misses = memory.rollout_bytes - nearest.room, memory.update_bytes - nearest.room
     # The built-in sampler's cache is gone while the learner works, so that a smaller one helps rollouts alone.
@@ -127,7 +146,8 @@ def _changes_of_adapters(nearest: AdaptedCandidate) -> Iterator[str]:
         elif nearest.update_tokens:
             yield f"--tokens {nearest.update_tokens} together with {smaller_cache}"
     # Rollouts have no gradients; beside vLLM's own base its share of the adapters is too small to count.
-    freed = memory.parts["adapters"] + (memory.parts["engine"] if memory.shared else 0.0)
-    if freed > rollouts_miss and freed + memory.parts["gradients"] > update_misses:
+    less = 1 - RANKS[0] / rank
+    freed = less * (memory.parts["adapters"] + (memory.parts["engine"] if memory.shared else 0.0))
+    if less and freed >= rollouts_miss and freed + less * memory.parts["gradients"] >= update_misses:
         yield "a lower --lora"
     yield "a larger GPU"

@@ -21,6 +21,8 @@ from qarl_nemo.train.tasks import Task
 
 _NUM_EXAMPLES = 8
 _QUANTILES = (0.01, 0.5, 0.99)
+# Bytes of a character in UTF-8, and so its tokens, at most.
+_CHARACTER_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,24 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[s
     A token alone may decode to another text: some decoders drop a first space, and a character may take several tokens,
     of which the last one gets it.
     """
-    texts, start, read = [], 0, 0
+
+    def decoded(end: int) -> str:
+        return str(tokenizer.decode(tokens[start:end]))
+
+    texts, start, read = [""] * len(tokens), 0, 0
     for end in range(1, len(tokens) + 1):
-        before, after = tokenizer.decode(tokens[start:read]), tokenizer.decode(tokens[start:end])
-        whole = len(after) > len(before) and not after.endswith("\ufffd")
-        texts.append(after[len(before) :] if whole or end == len(tokens) else "")
-        if whole:
-            start, read = read, end
+        before, after = decoded(read), decoded(end)
+        settled, text = end, after
+        if end < len(tokens) and (len(after) <= len(before) or after.endswith("\ufffd")):
+            # Half a character may follow. What garbage holds before it stays as it is: read once, not once a token.
+            settled = end - _CHARACTER_TOKENS
+            if settled - read < _CHARACTER_TOKENS:
+                continue
+            text = decoded(settled)
+            if not after.startswith(text):
+                continue
+        texts[settled - 1] = text[len(before) :]
+        start, read = read, settled
     return texts
 
 

@@ -241,6 +241,25 @@ def test_more_gpus_are_proposed_only_to_engines_that_may_have_more(engine, has_m
     assert ("more GPUs an engine" in " ".join(printed.split())) is has_more
 
 
+def test_a_refit_gets_smaller_without_kept_operands(qarl):
+    asked = ("memory", MODEL, "--gpus", 16, "--gpu-gib", 35, "--engine-tp", 1)
+    said = " ".join(qarl(*asked)[1].split())
+    assert "because its refit does not fit, --no-keep-operand (saves " in said
+    assert qarl(*asked, "--no-keep-operand")[1].startswith("Fits 35 GiB: ")
+
+
+def test_more_gpus_are_proposed_alone_only_where_they_share_more(tmp_path, qarl):
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **sizes, **heads}))
+    asked = ("memory", tmp_path, "--gpu-gib", 7, "--tokens", 131072, "--recompute", "full")
+    for optimizer, gpus, changed in (("offloaded", 4, True), ("offloaded", 2, False), ("adam", 4, False)):
+        said = " ".join(qarl(*asked, "--optimizer", optimizer, "--gpus", gpus)[1].split())
+        assert said.startswith("Nothing fits 7 GiB. ")
+        assert "more --gpus" in said
+        assert ("more --gpus in a --layout with more tp, pp or cp" in said) is changed
+
+
 def test_a_small_model_is_shown_in_mib(tmp_path, qarl):
     code, printed = qarl("memory", save_config(tmp_path, **TINY), "--gpus", 4, "--optimizer", "adam")
     assert code == 0, printed

@@ -210,6 +210,10 @@ def test_a_lower_rank_is_proposed_only_where_it_frees_enough(qarl):
     for gib, proposed in ((57, False), (60, True)):
         assert ("a lower --lora" in " ".join(qarl(*asked, "--lora", 16, "--gpu-gib", gib)[1].split())) is proposed
         assert qarl(*asked, "--lora", 1, "--gpu-gib", gib)[1].startswith("Fits ") is proposed
+    # Without any adapters it would fit, with the lowest rank it does not.
+    asked = ("memory", MODEL, "--no-keep-operand", "--lora-targets", "experts", "--cache-gib", 40, "--gpu-gib", 59)
+    assert qarl(*asked, "--lora", 1)[1].startswith("Nothing fits ")
+    assert "a lower --lora" not in " ".join(qarl(*asked, "--lora", 16)[1].split())
 
 
 @pytest.mark.parametrize(

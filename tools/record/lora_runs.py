@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from kept_runs import keep_runs, kept
 from lora_gaps import arm_of, gap_ratios
-from real_model_runs import record_runs, scores_of, whole_runs
+from real_model_runs import record_runs, scores_of, tested_at_its_end, whole_runs
 from rows import new_figures, parser_of, seed_means
 
 from qarl_nemo.memory import GIB
@@ -31,8 +31,9 @@ def figures(runs: Iterable[Run]) -> Iterator[Figure]:
     """Yield the figures of every run.
 
     Yields:
-        The reward of the first and the last steps, as many as `smoothing_window` says, and of all, the first and the
-        last accuracy, entropies, the gap, and, of a run on a GPU, a step's seconds and its tensors' peak.
+        The reward of the first and the last steps, as many as `smoothing_window` says, and of all, the first accuracy
+        and that of the last weights, where they were tested, entropies, the gap, and, of a run on a GPU, a step's
+        seconds and its tensors' peak.
     """
     for run in runs:
         arm = arm_of(run)
@@ -40,8 +41,10 @@ def figures(runs: Iterable[Run]) -> Iterator[Figure]:
         yield Figure(f"lora_reward_first_{arm}", summary["reward_first"], "", ">=")
         yield Figure(f"lora_reward_{arm}", summary["reward_final"], "", ">=")
         yield Figure(f"lora_reward_mean_{arm}", finite_mean(run.column("reward/mean")), "", ">=")
-        yield Figure(f"lora_accuracy_first_{arm}", scores[0], "", ">=")
-        yield Figure(f"lora_accuracy_{arm}", scores[-1], "", ">=")
+        if scores:
+            yield Figure(f"lora_accuracy_first_{arm}", scores[0], "", ">=")
+        if tested_at_its_end(run):
+            yield Figure(f"lora_accuracy_{arm}", scores[-1], "", ">=")
         yield Figure(f"lora_entropy_{arm}", finite_mean(entropies), "nats", ">=")
         stages = run.column("noise/stage")
         for stage in np.unique(stages[np.isfinite(stages)]):

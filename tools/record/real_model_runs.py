@@ -49,7 +49,7 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
     """
     name, summary = f"{prefix}_{slug(run.setting('run.arm'))}_seed{run.seed}", summarize_run(run)
     tests = {"test": accuracies} if accuracies else scores_of(run)
-    last_tests = tests if accuracies or _tested_at_its_end(run) else {}
+    last_tests = tests if accuracies or tested_at_its_end(run) else {}
     return [
         Figure(f"{name}_steps", summary["num_steps"], "", ">="),
         Figure(f"{name}_reward_first", summary["reward_first"], "", ">="),
@@ -63,7 +63,8 @@ def run_figures(run: Run, prefix: str, accuracies: Sequence[float] | None = None
     ]
 
 
-def _tested_at_its_end(run: Run) -> bool:
+def tested_at_its_end(run: Run) -> bool:
+    """Tell whether a run's last step has a validation, so that its last score is that of its last weights."""
     return all(np.isfinite(run.column(column)[-1]) for column in run.score_columns().values())
 
 

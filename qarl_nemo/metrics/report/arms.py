@@ -5,12 +5,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qarl_nemo.config import flatten
 from qarl_nemo.metrics.runs import Floats, Run
 from qarl_nemo.metrics.summary import smoothing_window
 
 # Okabe-Ito and Tol hues that stay apart under common colour blindness; blue and vermillion are reserved for the sign.
 _ALIGNMENT_COLORS = {"none": "#4D4D4D", "rollout_only": "#AA3377", "aligned": "#009E73"}
 _OTHER_COLORS = ("#E69F00", "#56B4E9", "#332288", "#999933", "#882255", "#CC6677", "#117733", "#88CCEE")
+# In which repetitions of one arm may differ: what names a run, and what changes no result but its length or rounding.
+_OF_A_RUN = (
+    "seed",
+    "run_dir",
+    "run.",
+    "device",
+    "num_threads",
+    "checkpointing.",
+    "logger.",
+    "grpo.max_num_steps",
+    "grpo.val_",
+    "policy.max_skipped_steps",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "policy.logprob_chunk_size",
+    "policy.sequence_packing.",
+    "policy.activation_checkpointing",
+    "qarl.keep_operand",
+    "rollout.keep_operand",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +49,12 @@ class Arm:
     color: str
     runs: tuple[Run, ...]
     dashed: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name as matplotlib draws it: without an escape, two dollars make a formula, and `_` hides a legend."""
+        text = self.name.replace("$", r"\$")
+        return f" {text}" if text.startswith("_") else text
 
     def curve(self, key: str, *, smooth: bool = True) -> tuple[Floats, Floats, Floats, Floats]:
         """Average a metric over the arm's runs, step by step.
@@ -69,13 +96,14 @@ def group_by_arm(runs: list[Run], variant: str | None = None) -> list[Arm]:
     """Group runs by arm, in order of appearance, and give each arm its colour.
 
     Two runs of one arm with the same seed are not repetitions: something else differs, so each becomes its own arm.
+    Nor are runs without `run.arm` whose configs differ in more than `_OF_A_RUN`, a learning rate say.
 
     Args:
         runs: what is compared.
         variant: arms called `ARM, variant` are dashed, in the colour of ARM and after it; None = every arm has its own.
     """
     counts = Counter((run.arm, run.seed) for run in runs)
-    clashing = {arm for (arm, _), count in counts.items() if count > 1}
+    clashing = {arm for (arm, _), count in counts.items() if count > 1} | _no_repetitions(runs)
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         grouped.setdefault(run.name if run.arm in clashing else run.arm, []).append(run)
@@ -88,6 +116,17 @@ def group_by_arm(runs: list[Run], variant: str | None = None) -> list[Arm]:
     order = list(colors)
     arms = [Arm(name, colors[bases[name]], tuple(members), bases[name] != name) for name, members in grouped.items()]
     return sorted(arms, key=lambda arm: (order.index(bases[arm.name]), arm.dashed))
+
+
+def _no_repetitions(runs: list[Run]) -> set[str]:
+    """Return arms that nobody named, of runs whose settings differ; their mean would be nothing's."""
+    settings: dict[str, set[str]] = {}
+    for run in runs:
+        if not run.setting("run.arm"):
+            flat = sorted(flatten(run.config).items())
+            alike = str([(key, value) for key, value in flat if not key.startswith(_OF_A_RUN)])
+            settings.setdefault(run.arm, set()).add(alike)
+    return {arm for arm, distinct in settings.items() if len(distinct) > 1}
 
 
 def finite_points(run: Run, key: str) -> tuple[Floats, Floats]:

@@ -85,7 +85,7 @@ def draw_curves(axes: Axes, arms: Sequence[Arm], key: str, *, log: bool = False,
         seeds = f" ({len(arm.runs)} seeds)" if len(arm.runs) > 1 else ""
         marker = "o" if len(steps) == 1 else None
         style = "--" if arm.dashed else "-"
-        axes.plot(steps, mean, style, color=arm.color, marker=marker, label=arm.name + seeds)
+        axes.plot(steps, mean, style, color=arm.color, marker=marker, label=arm.label + seeds)
 
 
 def finish_curves(axes: Axes, ylabel: str, *, percent: bool = False, legend: bool = False) -> None:

@@ -85,7 +85,7 @@ def histogram_figure(panels: Sequence[Ratios], width_in: float, *, quantity: str
         grid[0, column].tick_params(labelbottom=False)
         grid[1, column].set_xlabel(scale.label(f"{quantity} per {panel.unit}"))
         if len(panels) > 1:
-            grid[0, column].set_title(panel.arm.name, color=panel.arm.color, pad=28)
+            grid[0, column].set_title(panel.arm.label, color=panel.arm.color, pad=28)
     for axes, sign in zip(grid[:, 0], SIGN_COLORS, strict=True):
         axes.set_ylabel(f"{SIGN_LABELS[sign]}: share")
     return figure

@@ -36,7 +36,7 @@ def scatter_figure(arms: Sequence[Arm], width_in: float, *, x: str, y: str, labe
         log_ticks(axes.xaxis)
         log_ticks(axes.yaxis)
         if len(arms) > 1:
-            axes.set_title(arm.name, color=arm.color)
+            axes.set_title(arm.label, color=arm.color)
     grid[0].set_ylabel(labels[1])
     legend = {SIGN_LABELS[sign]: color for sign, color in SIGN_COLORS.items()} | {ZERO_LABEL: ZERO_COLOR}
     handles = [grid[0].plot([], [], "o", color=color, markersize=5, label=label)[0] for label, color in legend.items()]

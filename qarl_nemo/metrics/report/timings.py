@@ -34,7 +34,7 @@ def phase_seconds(run: Run) -> dict[str, Floats]:
 
 def phase_figure(arms: Sequence[Arm]) -> Figure | None:
     """Draw phase timings: over the steps for one run, else as mean seconds per step and arm; None if untimed."""
-    per_arm = {arm.name: _mean_phases(arm) for arm in arms}
+    per_arm = {arm.label: _mean_phases(arm) for arm in arms}
     names = list(dict.fromkeys(name for phases in per_arm.values() for name in phases))
     if not names:
         return None

@@ -19,6 +19,17 @@ def halve_gaps(path):
     path.write_text("".join(json.dumps(row | {key: row[key] / 2}) + "\n" for row in rows))
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "tested"), [(12, set()), (25, {"accuracy_first", "accuracy"}), (30, {"accuracy_first"})]
+)
+def test_only_the_last_weights_have_a_last_accuracy(num_steps, tested, make_run, record):
+    settings = SETTINGS | {"num_steps": num_steps, "grpo": {"max_num_steps": num_steps}}
+    rows = record("lora_runs", make_run("local_lora/one", arm="LoRA w4a16", seed=1, policy=LORA, **settings).parent)
+    assert {name for name in rows if "accuracy" in name and "seed" in name} == {
+        f"lora_{kind}_w4a16_seed1" for kind in tested
+    }
+
+
 def test_adapters_are_held_against_all_weights_in_their_format(make_run, record):
     for seed in (1, 2):
         make_run(f"local_lora/lora{seed}", arm="LoRA w4a16, noise", seed=seed, policy=LORA, noise=True, **SETTINGS)

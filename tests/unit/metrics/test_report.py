@@ -151,6 +151,18 @@ def test_arms_are_compared_by_seed(tmp_path, make_run):
     assert sorted(title for _, title in figures(page)) == sorted(PANELS)
 
 
+def test_runs_of_other_settings_are_no_seeds_of_one_arm(tmp_path, make_run):
+    runs = [make_run(f"lr{lr:g}", seed=seed, optimizer={"lr": lr}) for seed, lr in ((1, 1e-6), (2, 1e-4))]
+    page = report(runs, tmp_path)
+    assert "<h1>2 runs, 2 arms</h1>" in page
+    assert [row[:2] for row in cell_rows(page, "Arms")] == [["lr1e-06", "1"], ["lr0.0001", "1"]]
+    assert "optimizer.lr" in [row[0] for row in cell_rows(page, "Settings that differ")]
+    # What divides a step's work, and how long it goes on, makes no other arm; neither does what somebody named alike.
+    longer = [make_run(f"s{seed}", seed=seed, grpo={"max_num_steps": 10 * seed}, num_threads=seed) for seed in (3, 4)]
+    named = [make_run(f"n{seed}", seed=seed, arm="mine", optimizer={"lr": 1e-6 * seed}) for seed in (5, 6)]
+    assert [len(arm.runs) for arm in group_by_arm(load_runs([*longer, *named]))] == [2, 2]
+
+
 def test_each_validation_set_is_drawn_for_itself(tmp_path, make_run):
     one, two = tmp_path / "one", tmp_path / "two"
     make_run(one)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qarl_nemo.metrics.diagnostics import read_diagnostics
@@ -121,6 +121,25 @@ def test_texts_of_tokens_joined_are_the_response():
     assert texts == ["The", " answer", " ", "4", "2", "", "", "\u20ac", "\n", " The", "\ufffd"]
     assert "".join(texts) == tokenizer.decode(tokens)
     assert "".join(tokenizer.decode([token]) for token in tokens) != tokenizer.decode(tokens)
+
+
+def test_garbage_is_not_decoded_again_for_each_of_its_tokens():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own)
+    half, *_ = euro = tokenizer.encode("\u20ac", add_special_tokens=False)
+    decoded = []
+
+    class Counting:
+        def decode(self, tokens):
+            decoded.append(len(tokens))
+            return tokenizer.decode(tokens)
+
+    tokens = [*euro, *[half] * 500, *euro, *tokenizer.encode("end")]
+    texts = token_texts(Counting(), tokens)
+    assert "".join(texts) == tokenizer.decode(tokens) == "\u20ac" + "\ufffd" * 500 + "\u20acend"
+    assert max(decoded) < 30
 
 
 def test_the_sample_of_tokens_tells_the_policies_apart(tmp_path):
