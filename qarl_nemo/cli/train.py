@@ -87,11 +87,11 @@ def _compare(
         return
     _require_gpu(runs)
     make_folder(settings.run_dir, "the folder of a comparison")
-    run_arms(runs, parallel)
+    ran = run_arms(runs, parallel)
     # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
     with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
         every = expand_trained(settings, str(source))
-        _write_report([run.run_dir for run in every if run in runs or _ran_before(run)], settings.run_dir)
+        _write_report([run.run_dir for run in every if run.run_dir in ran or _ran_before(run)], settings.run_dir)
 
 
 def _ran_before(run: "LocalConfig") -> bool:

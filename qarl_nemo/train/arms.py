@@ -20,6 +20,7 @@ from qarl_nemo.files import make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
 from qarl_nemo.train.run_dir import RunStoppedError, RunToldError, is_complete, where_it_stands
+from qarl_nemo.train.time_limit import STARTED, limit_seconds
 
 _LOG_LINES = 15
 _PATIENCE_S = 10.0
@@ -174,13 +175,14 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
     """Run every config to its end, `parallel` at a time; finished runs are skipped, killed ones resume.
 
     Each run starts on the visible GPUs with the fewest runs, and PyTorch holds no more of their memory than its share.
+    A limit of time is that of all of them: runs that still wait then are left to the next command.
 
     Args:
         runs: from `expand_arms`.
         parallel: processes at a time, on all GPUs together.
 
     Returns:
-        The run directories, in order.
+        The directories of the runs that were started, in order.
 
     Raises:
         RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.
@@ -190,7 +192,7 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
     running: list[_Running] = []
     try:
         with _terminable():
-            failed = _run_all(runs, parallel, running)
+            late, failed = _run_all(runs, parallel, running)
     except (KeyboardInterrupt, _TerminatedError) as stopped:
         interrupted = isinstance(stopped, KeyboardInterrupt)
         _end(running, interrupted=interrupted)
@@ -202,17 +204,26 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
         raise
     if failed:
         raise RuntimeError("\n".join(failed))
-    return [config.run_dir for config in runs]
+    return [config.run_dir for config in runs if config not in late]
 
 
-def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) -> list[str]:
-    console, started, pool = Console(markup=False), time.perf_counter(), GpuPool(visible_gpus())
+def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) -> tuple[list[LocalConfig], list[str]]:
+    """Run all for which there is time; return the others, and what failed."""
+    console, pool = Console(markup=False), GpuPool(visible_gpus())
+    began, started = time.time(), time.perf_counter()
+    late: list[LocalConfig] = []
     waiting, failed, finished, share = list(runs), [], 0, pool.share(runs, parallel)
     while waiting or running:
         while waiting and len(running) < parallel:
             config = waiting.pop(0)
+            limit = config.checkpointing.checkpoint_must_save_by
+            if limit is not None and time.time() - began >= limit_seconds(limit):
+                late.append(config)
+                finished += 1
+                console.print(f"{config.name} not started, {limit} is over; the same command starts it", soft_wrap=True)
+                continue
             gpus = pool.take(config)
-            running.append(_Running(config, gpus, _start(config, gpus, share)))
+            running.append(_Running(config, gpus, _start(config, gpus, share, began)))
             where = f" on GPU {', '.join(gpus)}" if gpus else ""
             console.print(f"{config.name} started{where}, log in {_log(config)}", soft_wrap=True)
         time.sleep(0.5)
@@ -227,14 +238,14 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
             eta = elapsed / finished * (len(runs) - finished)
             state = "failed" if code else "done" if is_complete(one.config) else where_it_stands(one.config)
             console.print(f"{one.config.name} {state}  {finished}/{len(runs)}  {elapsed:.0f} s, ETA {eta:.0f} s")
-    return failed
+    return late, failed
 
 
-def _start(config: LocalConfig, gpus: list[str], share: float) -> subprocess.Popen[bytes]:
+def _start(config: LocalConfig, gpus: list[str], share: float, began: float) -> subprocess.Popen[bytes]:
     make_folder(config.run_dir, "a run's folder")
     path = config.run_dir / "arm.yaml"
     write_yaml(path, literal(config.model_dump(mode="json", exclude={"compare"})))
-    environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1), STARTED: str(began)}
     if gpus:
         # The command may have no more than a share itself.
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), SHARE: str(share * own_share())}

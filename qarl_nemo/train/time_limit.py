@@ -1,10 +1,14 @@
 """When a run has to end, so that its last checkpoint is written before a deadline."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
+
+STARTED = "QARL_STARTED"
+"""Names the variable with the time, in seconds since 1970, at which the command of a whole comparison started."""
 
 # What is measured, and how a checkpoint calls its longest time.
 _KEYS = {"step": "longest_step_s", "checkpoint": "longest_checkpoint_s"}
@@ -28,11 +32,16 @@ def limit_seconds(text: str) -> int:
     return total
 
 
+def spent_seconds() -> float:
+    """Return how long the command of the comparison that this process belongs to has run; 0 where there is none."""
+    return max(0.0, time.time() - float(os.environ.get(STARTED, "inf")))
+
+
 class TimeLimit:
     """Tells when no other step fits: elapsed + the longest step and the longest checkpoint so far >= limit.
 
     Args:
-        text: from now on, in `DD:HH:MM:SS`; None = no limit.
+        text: from now on, `spent_seconds` less, in `DD:HH:MM:SS`; None = no limit.
         clock: counts seconds.
 
     Source:
@@ -41,7 +50,7 @@ class TimeLimit:
 
     def __init__(self, text: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._end = None if text is None else clock() + limit_seconds(text)
+        self._end = None if text is None else clock() + limit_seconds(text) - spent_seconds()
         self._longest: dict[str, float] = {}
 
     @contextmanager

@@ -241,7 +241,9 @@ def test_the_report_of_one_seed_has_those_of_other_commands_too(qarl, tmp_path, 
     path = tmp_path / "compare.yaml"
     OmegaConf.save(OmegaConf.create(BASE | {"run_dir": str(tmp_path), "compare": {"seeds": [4], "arms": arms}}), path)
     reported = []
-    monkeypatch.setattr("qarl_nemo.train.arms.run_arms", lambda runs, _: [run.run_dir.mkdir() for run in runs])
+    monkeypatch.setattr(
+        "qarl_nemo.train.arms.run_arms", lambda runs, _: [run.run_dir.mkdir() or run.run_dir for run in runs]
+    )
     monkeypatch.setattr("qarl_nemo.train.run_dir.is_complete", lambda run: run.run_dir.is_dir())
     monkeypatch.setattr(
         "qarl_nemo.cli.train._write_report", lambda runs, _: reported.append([run.name for run in runs])

@@ -1,8 +1,11 @@
 """Arms as processes: what each is started with, how many run at a time, and which of them failed."""
 
+import itertools
 import os
 import signal
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,7 @@ PROGRAM = """#!/bin/sh
 folder=$(dirname "$4")
 echo "$1 $2 $3"
 echo "threads $OMP_NUM_THREADS, GPUs $CUDA_VISIBLE_DEVICES, share $QARL_SHARE"
+echo "began $QARL_STARTED"
 echo "start $folder" >> "$folder/../order"
 sleep 0.1
 echo "end $folder" >> "$folder/../order"
@@ -56,6 +60,19 @@ def test_as_many_run_at_a_time_as_was_said(started):
     assert started.order == ["start a-seed1", "end a-seed1", "start b-seed1", "end b-seed1"]
     assert [log[0] for log in logs] == ["-m qarl_nemo.cli train"] * 2
     assert [log[1].split(",")[0] for log in logs] == ["threads 3"] * 2
+
+
+def test_a_limit_is_that_of_all_runs_together(started, monkeypatch, capsys, tmp_path):
+    # A second goes by at each look: the first two start within the limit, and count from the same beginning.
+    ticks = itertools.count(1000.0)
+    monkeypatch.setattr("qarl_nemo.train.arms.time", SimpleNamespace(**vars(time) | {"time": lambda: next(ticks)}))
+    limit = {"checkpoint_must_save_by": "00:00:00:03"}
+    with pytest.raises(AssertionError, match="c-seed1"):
+        started(["a", "b", "c", "d"], 1, device="cpu", checkpointing=limit)
+    assert started.order == [f"{what} {name}-seed1" for name in "ab" for what in ("start", "end")]
+    logs = [(tmp_path / f"{name}-seed1" / "log.txt").read_text().splitlines() for name in "ab"]
+    assert [log[2] for log in logs] == ["began 1000.0"] * 2
+    assert "d-seed1 not started, 00:00:00:03 is over; the same command starts it" in capsys.readouterr().out
 
 
 def test_arms_whose_names_hold_brackets_are_told_as_they_are(started, capsys):

@@ -1,10 +1,12 @@
 """A run's time: when no other step fits before its last checkpoint has to be there."""
 
+import time
+
 import pytest
 
 from qarl_nemo.config import ConfigError, load_config
 from qarl_nemo.train.config import LocalConfig
-from qarl_nemo.train.time_limit import TimeLimit, limit_seconds
+from qarl_nemo.train.time_limit import STARTED, TimeLimit, limit_seconds
 
 
 @pytest.fixture
@@ -41,6 +43,14 @@ def test_days_hours_minutes_and_seconds(text, seconds):
 def test_what_is_no_time_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"days:hours:minutes:seconds, for example '00:03:45:00'"):
         limit_seconds(text)
+
+
+def test_a_run_of_a_comparison_has_what_is_left_of_the_commands_time(now, monkeypatch):
+    monkeypatch.setenv(STARTED, str(time.time() - 30))
+    limit = TimeLimit("00:00:01:00", clock=lambda: now[0])
+    assert not limit.is_up()
+    now[0] += 31.0
+    assert limit.is_up()
 
 
 MINIMAL = "run_dir: x\npolicy: {model_init: {}}\nloss_fn: {objective: tbpo}\n"
