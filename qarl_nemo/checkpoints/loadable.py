@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qarl_nemo.files import FileError
+from qarl_nemo.installation import hide_broken_packages
 
 _POSITIVE = ("rope_theta", "rms_norm_eps")
 # Some versions of transformers draw initial weights before they load the file's.
@@ -25,6 +26,7 @@ def require_loadable(config: Mapping[str, Any], place: str) -> None:
     wrong += [f"{key}={value}" for key, value in _numbers(config, "") if key.endswith(_NOT_NEGATIVE) and value < 0]
     if wrong:
         raise FileError(f"{place}: no model has {', '.join(wrong)}")
+    hide_broken_packages()
     # Importing it takes a second, and only a conversion needs it. Its models would take three more.
     from transformers import CONFIG_MAPPING, GenerationConfig, __version__
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

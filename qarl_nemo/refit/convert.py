@@ -66,7 +66,14 @@ def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    return dict(get_layerwise_info(layer).restore_metadata[0])
+    parameters = dict(get_layerwise_info(layer).restore_metadata[0])
+    bias = layer._parameters.get("bias")
+    if parameters and bias is not None and "bias" not in parameters:
+        # vLLM 0.27 loads biases anew as well, but does not list them, since they keep their place and shape.
+        meta: Any = bias.data.to("meta")
+        meta.__class__, meta.__dict__ = bias.__class__, dict(bias.__dict__)
+        parameters["bias"] = meta
+    return parameters
 
 
 def is_converted(layer: nn.Module) -> bool:

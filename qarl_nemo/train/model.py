@@ -236,7 +236,10 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def stored_stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a response without loading the model: generation_config.json's and the tokenizer's.
+    """Return the same tokens as `stop_token_ids` without loading the model.
+
+    They are the tokenizer's, and generation_config.json's or, where there is no such file, config.json's, as vLLM reads
+    them.
 
     Args:
         path: a checkpoint directory.
@@ -246,10 +249,10 @@ def stored_stop_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]
         Sorted token ids.
 
     Raises:
-        FileError: generation_config.json is not a JSON object.
+        FileError: the file is not a JSON object.
     """
-    file = path / "generation_config.json"
-    configured = read_json(file, "a model's generation config").get("eos_token_id") if file.is_file() else None
+    file = path / _GENERATION
+    configured = read_json(file if file.is_file() else path / CONFIG_FILE, "a model's config").get("eos_token_id")
     return _with_end(configured, tokenizer)
 
 

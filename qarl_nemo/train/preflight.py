@@ -23,11 +23,13 @@ from qarl_nemo.train.megatron.checks import require_machine, require_model
 from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
 from qarl_nemo.train.packed_base import require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
+from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.run_dir import inspect_run_dir
 from qarl_nemo.train.setup import learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.template_options import require_options
 from qarl_nemo.train.trained import trained_parameters
+from qarl_nemo.train.vllm.limits import room_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
     catch(errors, require_model, config.policy, hf)
     catch(errors, _require_weights, config)
     made = catch(errors, _empty_model, config)
+    if device is not None and made is not None:
+        catch(errors, _require_room, config, made[0], device)
     tasks = _tasks(config, hf, errors)
     size = None if made is None else catch(errors, _checkpoint_size, config, made[0])
     if errors or device is None or made is None or tasks is None or size is None:
@@ -119,6 +123,13 @@ def _device(config: LocalConfig) -> torch.device:
     require_machine(config.policy, device)
     require_engine(config, device)
     return device
+
+
+def _require_room(config: LocalConfig, model: PreTrainedModel, device: torch.device) -> None:
+    if not isinstance(config.rollout, VllmRolloutConfig):
+        return
+    if problems := room_problems(config.rollout, model.config, _kv_bytes(model), device.type):
+        raise ValueError(f"rollout.engine=vllm does not run here: {'; '.join(problems)}")
 
 
 def _require_logger(config: LocalConfig) -> None:

@@ -174,7 +174,21 @@ def limit_prompts(source: TaskSource, encode: PromptEncoder, longest: int, *, sk
     if problems:
         # A template that refuses messages does so for all keys.
         raise ValueError("\n  ".join(dict.fromkeys(problems)))
+    if not any(source.tasks.values()):
+        _require_short(source, encode, longest)
     return skipped
+
+
+def _require_short(source: TaskSource, encode: PromptEncoder, longest: int) -> None:
+    # Made as they are needed, all with as many characters; an engine would cut their responses short without a word.
+    (task,) = source.train(1, 1)
+    (tokens,) = encode([task])
+    if len(tokens) > longest:
+        raise ValueError(
+            f"the prompts of data.source=arithmetic have {len(tokens)} tokens ({str(task.prompt)[:_MAX_QUOTED]!r}), "
+            f"and there is room for {longest} beside the response; set rollout.max_new_tokens, data.digits or "
+            "data.num_terms lower, or rollout.max_model_len, if it is set, higher"
+        )
 
 
 def _short(key: str, tasks: list[Task], encode: PromptEncoder, longest: int, *, skip: bool) -> list[Task]:

@@ -12,6 +12,7 @@ from qarl_nemo.config import ConfigError, QarlConfig, load_config
 from qarl_nemo.layers.lora import LoraSettings
 from qarl_nemo.train import setup
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.rollout_config import PackedRolloutConfig, VllmRolloutConfig
 from qarl_nemo.train.vllm import host as vllm_host
 from qarl_nemo.train.vllm.options import adapter_options
@@ -40,7 +41,7 @@ def gpu_config(*overrides) -> LocalConfig:
         ("qarl.targets=[experts,attention]",),
         ("qarl.alignment=rollout_only",),
         ("qarl.format=fp8_block", "qarl.group_size=null"),
-        ("qarl.alignment=none", "qarl.format=bf16", "qarl.group_size=null", "policy.precision=float32"),
+        ("qarl.alignment=none", "qarl.format=bf16", "qarl.group_size=null"),
     ],
 )
 def test_what_it_serves(overrides):
@@ -57,6 +58,23 @@ def test_everything_it_cannot_do_is_said_at_once():
         "rollout.top_p=1",
     ):
         assert text in str(raised.value)
+
+
+def test_bf16_is_not_published_to_an_engine_in_fp32():
+    with pytest.raises(ConfigError, match=r"serves BF16 weights; set policy\.precision=bfloat16, or rollout\.engine"):
+        vllm_config("qarl.alignment=none", "qarl.format=bf16", "qarl.group_size=null", "policy.precision=float32")
+
+
+def test_a_request_of_the_longest_length_needs_positions_and_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "vllm_problem", lambda *_, **__: None)
+    run = (f"run_dir={tmp_path}", "rollout.max_new_tokens=4")
+    for legal in ("rollout.max_model_len=256", "rollout.max_model_len=null"):
+        prepare(vllm_config(*run, legal, "rollout.kv_cache_gib=0.0002"))
+    with pytest.raises(ValueError, match=r"rollout\.max_model_len=257 exceeds the model's positions; set at most 256"):
+        prepare(vllm_config(*run, "rollout.max_model_len=257"))
+    # Two blocks of 128 tokens, and the one that vLLM keeps empty: with two, a request would wait for ever.
+    with pytest.raises(ValueError, match=r"no room for one request of 256 tokens .* set it to 0\.00018\d+ or more"):
+        prepare(vllm_config(*run, "rollout.max_model_len=256", "rollout.kv_cache_gib=0.000130"))
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "fp8_channel", "int8", "nvfp4"])

@@ -74,7 +74,8 @@ def start_engine(request: dict[str, Any]) -> tuple[Any, int]:
         llm.collective_rpc(_randomize)
     _require_finite(llm)
     cache = llm.llm_engine.vllm_config.cache_config
-    capacity = cache.num_gpu_blocks * cache.block_size
+    # vLLM keeps one block empty, which holds no tokens.
+    capacity = (cache.num_gpu_blocks - 1) * cache.block_size
     _tell(
         "started",
         version=vllm.__version__,

@@ -1,8 +1,12 @@
 """Checks a config against what vLLM can serve as the rollout engine, before anything is loaded. Imports no torch."""
 
+import math
 from typing import Any
 
-from qarl_formats import BASELINE, get_format, served_formats
+from qarl_formats import get_format, served_formats
+
+# Tokens in a block of the KV cache.
+_BLOCKS = {"cpu": 128, "cuda": 16}
 
 
 def config_problems(config: Any, device: str) -> list[str]:
@@ -27,8 +31,9 @@ def config_problems(config: Any, device: str) -> list[str]:
         problems.append(f"its {where} kernel does not take qarl.group_size={qarl.group_size}; legal: {legal}")
     if served and served.experts_only and qarl.targets != ("experts",):
         problems.append(f"on a {where} {qarl.format} is served for experts only; set qarl.targets=[experts]")
-    if config.policy.precision != "bfloat16" and (qarl.format != BASELINE or device == "cuda"):
-        problems.append("its kernels for this compute in BF16; set policy.precision=bfloat16")
+    if config.policy.precision != "bfloat16":
+        # Targets are published in BF16, also in the format bf16, and an engine in FP32 has no place for them.
+        problems.append("it serves BF16 weights; set policy.precision=bfloat16, or rollout.engine=packed")
     if device == "cpu" and qarl.router_replay:
         problems.append("on a CPU it returns no routed experts; set qarl.router_replay=false")
     if device == "cpu" and config.rollout.own_gpu:
@@ -50,3 +55,32 @@ def _adapter_problems(qarl: Any, device: str) -> list[str]:
         f"its kernels for {qarl.format} experts do not run where policy.lora has adapters, on whichever layers; legal "
         f"qarl.format: {legal}"
     ]
+
+
+def room_problems(rollout: Any, model: Any, kv_bytes: int, device: str) -> list[str]:
+    """Say where a request of the longest length has no room.
+
+    Args:
+        rollout: the rollout block, with vLLM as the engine.
+        model: Hugging Face config of the model.
+        kv_bytes: size of one token's keys and values.
+        device: `cpu` or `cuda`.
+
+    Returns:
+        One clause for each setting that has to change, legal values named.
+    """
+    positions, problems = model.max_position_embeddings, []
+    longest = rollout.max_model_len or positions
+    # Of scaled positions vLLM has a rule of its own.
+    if longest > positions and (model.rope_parameters or {}).get("rope_type", "default") == "default":
+        problems.append(f"rollout.max_model_len={longest} exceeds the model's positions; set at most {positions}")
+    block = _BLOCKS[device]
+    # vLLM keeps one block empty and counts it all the same: a request that needs every block would wait for ever.
+    needed = (math.ceil(longest / block) + 1) * block * kv_bytes / 2**30
+    if needed > rollout.kv_cache_gib and not getattr(model, "sliding_window", None):
+        # Upwards at the seventh digit, so that what is named suffices.
+        problems.append(
+            f"rollout.kv_cache_gib={rollout.kv_cache_gib:g} has no room for one request of {longest} tokens "
+            f"(rollout.max_model_len); set it to {needed * (1 + 1e-5):.6g} or more, or a smaller rollout.max_model_len"
+        )
+    return problems

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -187,6 +188,19 @@ def test_a_batch_whose_whole_blocks_the_cache_cannot_hold_is_not_measured(tmp_pa
     reasons = {event["batch_size"]: event.get("reason") for event in events if event["event"] == "batch"}
     assert reasons[18] is None
     assert reasons[20] == "does not fit: the KV cache holds 9344 tokens, the batch needs 10240"
+
+
+def test_the_block_that_vllm_keeps_empty_holds_no_tokens(monkeypatch):
+    cache = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=8, block_size=128))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=cache), collective_rpc=lambda _: [0])
+    fake = SimpleNamespace(LLM=lambda *_, **__: llm, __version__="0")
+    monkeypatch.setattr(vllm_speed.os, "environ", dict(os.environ))
+    monkeypatch.setattr(vllm_speed, "import_vllm", lambda _: fake)
+    monkeypatch.setattr(vllm_speed, "_require_finite", lambda _: None)
+    sizes = {"prompt_tokens": 100, "settle_tokens": 16, "new_tokens": 140}
+    asked = {"device": "cpu", "model": "", "batch_sizes": [4], "seed": 0, "options": {}, **sizes}
+    # Of four sequences of two blocks each vLLM runs three.
+    assert vllm_speed.start_engine(asked) == (llm, 7 * 128)
 
 
 def test_a_machine_without_gpu_hides_no_format_that_no_engine_would_serve(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from transformers import GPT2Config, Qwen3MoeForCausalLM
 from qarl_nemo.config import validate
 from qarl_nemo.files import FileError
 from qarl_nemo.train.config import PolicyConfig
-from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
+from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids, stored_stop_ids
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.asserts import assert_bitwise_equal
 
@@ -151,3 +151,14 @@ def test_a_tokenizer_of_a_larger_model_is_refused(saved):
     save_file(tensors, saved / "model.safetensors", {"format": "pt"})
     with pytest.raises(FileError, match=r"its tokenizer has token 18, its model only 7 tokens"):
         load_checkpoint(saved, torch.float32)
+
+
+def test_answers_end_alike_with_the_model_loaded_and_not(saved):
+    """Without generation_config.json, transformers and vLLM take config.json's tokens."""
+    file, config = saved / "generation_config.json", json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"eos_token_id": [2, 7]}))
+    for configured in ({"eos_token_id": [2, 9]}, {}, None):
+        file.unlink() if configured is None else file.write_text(json.dumps(configured))
+        model, tokenizer = load_model(policy(model_path=str(saved)), CPU, 0)
+        assert stored_stop_ids(saved, tokenizer) == stop_token_ids(model, tokenizer), configured
+    assert stored_stop_ids(saved, tokenizer) == [2, 7]

@@ -6,7 +6,7 @@ from qarl_nemo.config import validate
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.data.problems import Task
 from qarl_nemo.train.banner import banner_lines
-from qarl_nemo.train.config import LocalConfig, TokenizerConfig
+from qarl_nemo.train.config import ArithmeticData, LocalConfig, TokenizerConfig
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts
 from qarl_nemo.train.tasks import TaskSource
@@ -130,6 +130,13 @@ def test_long_prompts_are_skipped_and_counted_when_told(data):
     # The template's tokens count: none of those that are left has room.
     with pytest.raises(ValueError, match=r"2 of the 2 prompts .* the longest 4 .*lengths$"):
         limit_prompts(source, encoder(), 2, skip=True)
+
+
+def test_arithmetic_that_leaves_no_room_for_the_response_is_an_error():
+    source = TaskSource(ArithmeticData(digits=2), seed=0)
+    assert limit_prompts(source, encoder(template=None), 6, skip=False) == {"train": 0, "validation": 0}
+    with pytest.raises(ValueError, match=r"data\.source=arithmetic have 6 tokens \('\d\d.\d\d='\), .* room for 5"):
+        limit_prompts(source, encoder(template=None), 5, skip=False)
 
 
 def config(tmp_path, data, **blocks) -> LocalConfig:
