@@ -56,8 +56,8 @@ class Needed:
         arriving: what an engine with GPUs of its own holds on each of them of an update until all of it is there.
         token: an engine's cache of one token on each of its GPUs.
         kept: what the learner's parameters take beside a generating engine because they cannot leave.
-        host: what a node's host memory holds by purpose, as `host_memory` computes it; empty if engines have GPUs of
-            their own.
+        host: what a node's host memory holds by purpose, as `host_memory` computes it, and a reference model; empty if
+            engines have GPUs of their own.
     """
 
     learner: Memory
@@ -135,6 +135,9 @@ def needed_memory(
         optimizer_leaves=not optimizer_stays,
         **both,
     )
+    if look_up(config, "loss_fn.reference_policy_kl_penalty", 0.0) > 0:
+        # Each rank keeps the reference's weights there, and the learner's while it computes with the reference's.
+        host["reference"] = layout.gpus_per_node * 2 * held.parts["weights"]
     kept = 0.0 if leave else held.parts["weights"]
     return Needed(held, refit, engine, ASLEEP_BYTES, 0.0, token, kept, host)
 

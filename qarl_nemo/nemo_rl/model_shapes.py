@@ -29,7 +29,8 @@ _DEFAULTS = {
     "add_bias_linear": False,
     "moe_router_score_function": "softmax",
     "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
+    # Bridge's for Qwen3-MoE, which NeMo-RL leaves as it is.
+    "moe_aux_loss_coeff": 1e-3,
     "moe_token_dispatcher_type": "alltoall",
     "tensor_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,

@@ -8,7 +8,7 @@ from qarl_nemo.config import ConfigError
 from qarl_nemo.config.problems import attempt
 from qarl_nemo.nemo_rl.checks.data import overlong_prompts
 from qarl_nemo.nemo_rl.data_sets import ENVIRONMENT, name_data_sets, use_reward_functions
-from qarl_nemo.nemo_rl.prompt_lengths import limit_prompts, show_prompt, unasked_prompts
+from qarl_nemo.nemo_rl.prompt_lengths import limit_prompts, require_steps, show_prompt, unasked_prompts
 
 _HERE = "qarl_nemo.nemo_rl"
 POLICY_WORKER = f"{_HERE}.policy_worker.QarlMegatronPolicyWorker"
@@ -63,13 +63,13 @@ def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any, g
         tokenizer: the model's.
         data: the `data:` block.
         env: the `env:` block.
-        grpo: the `grpo:` block, which says how much of the validation set is asked.
+        grpo: the `grpo:` block, which says how many prompts a step takes, and how much of the validation set is asked.
 
     Returns:
         What NeMo-RL's function returns.
 
     Raises:
-        ConfigError: prompts are too long; those of all keys are told.
+        ConfigError: prompts are too long, of which those of all keys are told; or there are fewer than a step takes.
     """
     from nemo_rl.environments.utils import ENV_REGISTRY
 
@@ -87,6 +87,8 @@ def setup_data(setup: Callable[..., Any], tokenizer: Any, data: Any, env: Any, g
         if problems:
             raise ConfigError("\n  ".join(problems))
         print(f"qarl: data: {'; '.join(filter(None, told))}")
+    for dataset in several.values():
+        require_steps(dataset, data, grpo)
     unasked = "" if parts[1] is None else unasked_prompts(parts[1], {"grpo": grpo, "env": env})
     print(
         *([f"qarl: data: {unasked}"] if unasked else []), f"qarl: {show_prompt(datasets[0][1])}", sep="\n", flush=True

@@ -1,4 +1,4 @@
-"""What becomes of prompts that NeMo-RL would cut and mask, or not ask; and a prompt as the model sees it."""
+"""What becomes of prompts that NeMo-RL would cut and mask, or not ask or train; and one as the model sees it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -47,6 +47,32 @@ def limit_prompts(dataset: Any, key: str, *, skip: bool) -> str:
     return (
         f"{key}: {len(kept):,} problems, {total - len(kept):,} with {limit} tokens or more (at most {longest}) skipped"
     )
+
+
+def require_steps(dataset: Any, data: Mapping[str, Any], grpo: Mapping[str, Any]) -> None:
+    """Refuse a training set of fewer prompts than a step takes, with which NeMo-RL would end without any step.
+
+    Args:
+        dataset: NeMo-RL's `AllTaskProcessedDataset`.
+        data: the `data:` block.
+        grpo: the `grpo:` block.
+
+    Raises:
+        ConfigError: it has fewer.
+
+    Source: NeMo-RL 7ea279ab, `init_train_dataloader` in `algorithms/grpo.py`, which drops a batch that is not whole.
+    """
+    several = data.get("use_multiple_dataloader", False)
+    key = "data.num_prompts_per_dataloader" if several else "grpo.num_prompts_per_step"
+    wanted = (data.get("num_prompts_per_dataloader") if several else grpo.get("num_prompts_per_step")) or 0
+    if grpo.get("use_dynamic_sampling", False):
+        wanted = int(wanted * grpo.get("batch_multiplier", 1))
+    if len(dataset) < wanted:
+        raise ConfigError(
+            f"data.train has {len(dataset):,} prompts, and {key} takes {wanted:,} at once, whole batches only, so that "
+            f"NeMo-RL would start every worker and end without a step; set {key} to at most {len(dataset)}, or take "
+            "more problems"
+        )
 
 
 def unasked_prompts(dataset: Any, config: Mapping[str, Any]) -> str:

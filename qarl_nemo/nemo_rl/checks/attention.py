@@ -11,6 +11,17 @@ _LONGEST = "policy.max_total_sequence_length"
 _OVERRIDES = "policy.hf_config_overrides"
 # Those of which Megatron-Bridge tells Megatron: with any other the learner rotates by unscaled angles.
 _ROTATED = ("default", "yarn")
+# What NeMo-RL asserts in a learner's worker where a config's override, and not the model's config.json, says yarn.
+_YARN_KEYS = (
+    "factor",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "truncate",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 def attention_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
@@ -25,10 +36,9 @@ def attention_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
 
     Source: Megatron-Bridge, `_hf_config_to_megatron_kwargs` and `provider_bridge` in conversion/model_bridge.py.
     """
-    model = read_model_config(config)
+    problems, model = _yarn_problems(config), read_model_config(config)
     if model is None:
-        return []
-    problems = []
+        return problems
     for key, scaling in scalings_of(model).items():
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         said, legal = f"{_OVERRIDES}.{key}.rope_type={kind} (or config.json's)", "default or yarn"
@@ -45,3 +55,12 @@ def attention_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
             f"would to all; set at most {window}"
         )
     return problems
+
+
+def _yarn_problems(config: Mapping[str, Any]) -> list[str]:
+    key = f"{_OVERRIDES}.rope_scaling"
+    scaling = look_up(config, key, None) or {}
+    missing = [name for name in _YARN_KEYS if name not in scaling]
+    if scaling.get("rope_type") != "yarn" or not missing:
+        return []
+    return [f"{key}.rope_type=yarn: NeMo-RL needs all of its settings there; set {', '.join(missing)}, too"]

@@ -1,6 +1,7 @@
 """Checks a run's sizes: which are no whole numbers, and which batches learner ranks cannot divide."""
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 from qarl_nemo.nemo_rl.engine_room import CACHE
@@ -82,16 +83,21 @@ def batch_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
 
 def _rank_problems(config: Mapping[str, Any], policy: Mapping[str, Any], ranks: int) -> list[str]:
     batch, responses = policy.get("train_global_batch_size"), responses_per_step(config)
-    problems = [
-        f"{key}={size}: is not a multiple of the {ranks} data parallel learner ranks; set e.g. "
-        f"{max(size - size % ranks, ranks)}"
-        for key, size in (
-            ("policy.train_global_batch_size", batch),
-            ("grpo.num_prompts_per_step * grpo.num_generations_per_prompt", responses),
-        )
-        # The one that does not divide a step's responses is told which ones do both.
-        if size and size % ranks and not (size == batch and responses and responses % size)
-    ]
+    problems, why = [], f"is not a multiple of the {ranks} data parallel learner ranks; set e.g."
+    step, answers = responses, look_up(config, "grpo.num_generations_per_prompt", 1)
+    if responses % ranks:
+        # A step has whole prompts, which the ranks can divide only by so many.
+        least = lcm(ranks, answers) // answers
+        prompts = responses // answers
+        prompts = max(prompts - prompts % least, least)
+        step = prompts * answers
+        key = "grpo.num_prompts_per_step * grpo.num_generations_per_prompt"
+        problems.append(f"{key}={responses}: {why} {step}, with num_prompts_per_step={prompts}")
+    # The one that does not divide a step's responses is told which ones do both.
+    if batch and batch % ranks and not (responses and responses % batch):
+        legal = [size for size in divisors(step) if size % ranks == 0] if step else [max(batch - batch % ranks, ranks)]
+        fix = max((size for size in legal if size <= batch), default=min(legal))
+        problems.insert(0, f"policy.train_global_batch_size={batch}: {why} {fix}")
     if problems or any(look_up(policy, f"{kind}.enabled", False) for kind in _KINDS):
         return problems
     return [
@@ -105,13 +111,48 @@ def _padding_problems(policy: Mapping[str, Any], layout: Layout) -> list[str]:
     # NeMo-RL asserts it when the first batch is packed, after its rollouts.
     name = "make_sequence_length_divisible_by"
     multiple, tp, cp = policy.get(name), layout.sizes["tp"], layout.sizes["cp"]
-    pieces = (2 * cp if cp > 1 else 1) * (tp if look_up(policy, "megatron_cfg.sequence_parallel", False) else 1)
-    packs = look_up(policy, "sequence_packing.enabled", False)
-    if not packs or not isinstance(multiple, int) or multiple % pieces == 0:
+    parts = tp if look_up(policy, "megatron_cfg.sequence_parallel", False) else 1
+    pieces = (2 * cp if cp > 1 else 1) * parts
+    if not look_up(policy, "sequence_packing.enabled", False):
+        # Of context parallel ranks it is required that sequences are packed.
+        return _unpacked_problems(policy, parts)
+    if not isinstance(multiple, int) or multiple % pieces == 0:
         return []
     return [
         f"policy.{name}={multiple}: packed sequences are cut into {pieces} pieces (2 for each of {cp} context parallel "
         f"ranks, and one for each of {tp} tensor parallel ranks under sequence_parallel); set a multiple of {pieces}"
+    ]
+
+
+def _unpacked_problems(policy: Mapping[str, Any], tp: int) -> list[str]:
+    # Megatron asserts it in the first forward, after the first rollouts.
+    names = ["make_sequence_length_divisible_by"]
+    names += [_MULTIPLES["dynamic_batching"]] if look_up(policy, "dynamic_batching.enabled", False) else []
+    return [
+        f"policy.{name}={multiple}: sequence_parallel cuts a padded sequence into one piece for each of {tp} tensor "
+        f"parallel ranks; set a multiple of {tp}"
+        for name in names
+        if isinstance(multiple := look_up(policy, name, None), int) and multiple % tp
+    ]
+
+
+def _length_problems(config: Mapping[str, Any], policy: Mapping[str, Any]) -> list[str]:
+    """Say where answers could be longer than the run's sequences, at which NeMo-RL ends after their rollouts."""
+    longest, key = policy.get("max_total_sequence_length"), f"{ENGINE}.max_model_len"
+    prompt, new = (
+        look_up(config, one, None) for one in ("data.max_input_seq_length", "policy.generation.max_new_tokens")
+    )
+    served, turns = look_up(config, key), look_up(config, "grpo.max_rollout_turns", 1)
+    if served is ABSENT or longest is None:
+        return []
+    # NeMo-RL cuts a prompt of as many tokens; later turns add to it.
+    reached = prompt - 1 + new if isinstance(prompt, int) and isinstance(new, int) and turns == 1 else longest + 1
+    if min(reached, served or reached) <= longest:
+        return []
+    said = "null" if served is None else served
+    return [
+        f"{key}={said}: with its prompt an answer may be longer than policy.max_total_sequence_length={longest}, and "
+        f"NeMo-RL ends with the first that is; set at most {longest}, or a larger max_total_sequence_length"
     ]
 
 
@@ -129,6 +170,7 @@ def _room_problems(config: Mapping[str, Any], policy: Mapping[str, Any]) -> list
             f"{ENGINE}.max_model_len={served}: a prompt of data.max_input_seq_length={prompt} tokens does not "
             "fit; set room for it and its response"
         )
+    problems += _length_problems(config, policy)
     return problems + [problem for kind in _KINDS for problem in _budget_problems(policy, kind)]
 
 

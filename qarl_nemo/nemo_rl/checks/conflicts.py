@@ -18,18 +18,21 @@ from qarl_nemo.nemo_rl.checks.engine import (
     repeated_arguments,
 )
 from qarl_nemo.nemo_rl.checks.layout import layout_conflicts
+from qarl_nemo.nemo_rl.checks.learning_rate import schedule_conflicts
 from qarl_nemo.nemo_rl.checks.lines import problem_line, yaml_text
 from qarl_nemo.nemo_rl.checks.memory import memory_conflicts
+from qarl_nemo.nemo_rl.checks.model_overrides import override_conflicts
 from qarl_nemo.nemo_rl.checks.muon import muon_conflicts
 from qarl_nemo.nemo_rl.checks.objective import objective_conflicts
 from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
 from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts
 from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts
-from qarl_nemo.nemo_rl.checks.validation import validation_batch_conflicts
+from qarl_nemo.nemo_rl.checks.validation import stop_metric_conflicts, validation_batch_conflicts
 from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER, dtype_conflicts
+from qarl_nemo.parallelism import divisors, either
 from qarl_nemo.refit.engine_settings import kernel_choices
 
 _OFF = (None, False)
@@ -41,6 +44,8 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.quant_cfg": ((None,), "ModelOpt would quantize a second time"),
     "policy.megatron_cfg.fp8_cfg.enabled": (_OFF, "Transformer-Engine would quantize a second time"),
     "policy.megatron_cfg.optimizer.fp16": (_OFF, "FP16 with loss scaling gives NaN gradients; masters are BF16"),
+    # Megatron's Muon would step the BF16 weights themselves, in which small steps round away, and say nothing.
+    "policy.megatron_cfg.optimizer.bf16": ((True,), "the optimizer would keep no FP32 masters of the BF16 weights"),
     "policy.megatron_cfg.peft.enabled": (
         _OFF,
         "NeMo-RL merges adapters into BF16 weights before each refit; adapters on a packed base are policy.lora of "
@@ -65,6 +70,8 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.hf_config_overrides.quantization_config": ((None,), "the learner would be converted with it"),
     "policy.refit_buffer_size_gb": ((None,), "qarl.layerwise_refit bounds what a refit holds beside the weights"),
     "env.should_use_nemo_gym": (_OFF, "NeMo-Gym's environments have a launcher of their own, which this is not"),
+    "grpo.invalid_tool_call_advantage": ((None,), "only NeMo-Gym's environments find such answers"),
+    "grpo.malformed_thinking_advantage": ((None,), "only NeMo-Gym's environments find such answers"),
     "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),
     "data_plane.enabled": (_OFF, "packed refits go through NeMo-RL's own policy class"),
 }
@@ -82,6 +89,8 @@ _LOWEST_TEMPERATURE = 0.01
 _UNFILTERED = {"policy.generation.top_p": (1.0, None), "policy.generation.top_k": (None, -1)}
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 _PACKING = "policy.sequence_packing.enabled"
+# NeMo-RL's, in whatever case; it looks for one when the first batch is packed, after its rollouts.
+_PACKERS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
 # What NeMo-RL requires of dynamic batches, once workers start.
 _DYNAMIC = {_PACKING: False, "policy.megatron_cfg.pipeline_model_parallel_size": 1}
 # NeMo-RL's environment variable that takes different batch sizes with much tensor parallelism.
@@ -129,13 +138,16 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *objective_conflicts(config, qarl.objective),
         *_engine_conflicts(config, qarl),
         *optimizer_conflicts(config),
+        *schedule_conflicts(config),
         *_recompute_conflicts(config),
         *muon_conflicts(config),
+        *override_conflicts(config),
         *_fused_conflicts(config),
         *_sampling_conflicts(config),
         *_stage_conflicts(config, qarl),
         *data_conflicts(config),
         *validation_batch_conflicts(config),
+        *stop_metric_conflicts(config),
         *dtype_conflicts(config),
         *metric_conflicts(config),
         *resume_conflicts(config),
@@ -190,10 +202,16 @@ def _fused_conflicts(config: Mapping[str, Any]) -> list[str]:
 
 def _packing_conflicts(config: Mapping[str, Any]) -> list[str]:
     problems, key = [], "policy.megatron_cfg.context_parallel_size"
-    if look_up(config, "policy.dynamic_batching.enabled", False):
-        problems += _mismatches(config, _DYNAMIC, "policy.dynamic_batching.enabled=true")
-    if (ranks := look_up(config, key, 1)) > 1:
-        problems += _mismatches(config, {_PACKING: True}, f"{key}={ranks}")
+    ranks, dynamic = look_up(config, key, 1), "policy.dynamic_batching.enabled"
+    if ranks > 1:
+        # Of the two, context parallel ranks can only take packed sequences.
+        problems += _mismatches(config, {_PACKING: True, dynamic: False}, f"{key}={ranks}")
+    elif look_up(config, dynamic, False):
+        problems += _mismatches(config, _DYNAMIC, f"{dynamic}=true")
+    chosen = "policy.sequence_packing.algorithm"
+    name = look_up(config, chosen, _PACKERS[-1])
+    if look_up(config, _PACKING, False) and str(name).lower() not in _PACKERS:
+        problems.append(problem_line(chosen, name, "NeMo-RL has no such algorithm", " or ".join(_PACKERS)))
     return problems
 
 
@@ -251,6 +269,13 @@ def _unpaired(config: Mapping[str, Any]) -> list[str]:
     factor, dynamic = look_up(config, "grpo.batch_multiplier", 1), "grpo.use_dynamic_sampling"
     if factor != 1 and not look_up(config, dynamic, False):
         problems.append(problem_line("grpo.batch_multiplier", factor, f"it is for {dynamic}=true", "1"))
+    several, size = "data.use_multiple_dataloader", "data.num_prompts_per_dataloader"
+    prompts, each = look_up(config, "grpo.num_prompts_per_step", 0), look_up(config, size, 0)
+    # The asynchronous loop has none of it.
+    takes_turns = look_up(config, several, False) and not look_up(config, "grpo.async_grpo.enabled", False)
+    if takes_turns and not (type(each) is int and each > 0 and prompts % each == 0):
+        why = f"{several}=true takes so many prompts of a set at once, and {prompts} a step"
+        problems.append(problem_line(size, each or None, why, either(divisors(prompts))))
     metric, least = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
     if look_up(config, metric, None) is not None and look_up(config, least, None) is None:
         problems.append(problem_line(least, None, f"{metric} stops there", f"a number, or {metric}=null"))

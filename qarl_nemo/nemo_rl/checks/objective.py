@@ -84,6 +84,13 @@ def _advantage_conflicts(
     if rewarded and loss_fn.get("force_on_policy_ratio") and look_up(config, ERROR_LIMIT, None) is None:
         why = "NeMo-RL has no log-probabilities before the update then, which loss_fn.use_kl_in_reward=true needs"
         problems.append(problem_line("loss_fn.force_on_policy_ratio", True, why, "false"))
+    answers = "grpo.num_generations_per_prompt"
+    if name == "grpo" and look_up(config, answers, None) == 1:
+        why = f"{_ESTIMATOR}=grpo compares a prompt's answers, so that one alone has the advantage 0 and trains nothing"
+        problems.append(problem_line(answers, 1, why, f"2 or more, or {_ESTIMATOR}=reinforce_plus_plus"))
+    if name == "opd" and loss_fn.get("force_on_policy_ratio") and look_up(config, ERROR_LIMIT, None) is None:
+        why = f"NeMo-RL has no log-probabilities before the update then, which {_ESTIMATOR}=opd needs"
+        problems.append(problem_line("loss_fn.force_on_policy_ratio", True, why, "false"))
     # These differ from token to token, and an objective that weighs whole responses would take their mean.
     by_token = name == "opd" or (name == "reinforce_plus_plus" and rewarded)
     if by_token and objective.averages == "response":

@@ -7,12 +7,15 @@ from typing import Any
 
 from qarl_nemo.config import ConfigError, read_yaml
 from qarl_nemo.files import FileError
+from qarl_nemo.nemo_rl.checks.validation import validation_metrics
 from qarl_nemo.nemo_rl.layout import MEGATRON
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
 _METRIC = "checkpointing.metric_name"
 _FOLDER, _STEPS = "checkpointing.checkpoint_dir", "grpo.max_num_steps"
+# What says how many steps the data lasts for.
+_LASTS = ("grpo.max_num_epochs", "grpo.num_prompts_per_step")
 _SCHEDULER = f"{MEGATRON}.scheduler"
 _NEW = f"{_SCHEDULER}.override_opt_param_scheduler"
 # Either takes one of the two schedules as it is.
@@ -52,6 +55,12 @@ def metric_conflicts(config: Mapping[str, Any]) -> list[str]:
         return [
             f"{_METRIC}={name}: NeMo-RL calls a validation's mean reward accuracy, and ends at its first checkpoint "
             "without this metric; set val:accuracy, or null to keep the newest ones"
+        ]
+    measured = validation_metrics(config)
+    if where == "val" and metric and metric not in measured:
+        return [
+            f"{_METRIC}={name}: NeMo-RL ends at its first checkpoint after a validation, which has no such metric; set "
+            f"{' or '.join(f'val:{each}' for each in measured)}, or null to keep the newest ones"
         ]
     if where in ("train", "val") and metric:
         return []
@@ -110,7 +119,9 @@ def _changes(config: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tu
         changed = isinstance(steps, int) and steps < ended
     if changed and ABSENT not in (steps, before):
         yield _STEPS, steps, before
-    for key in _COMPARED:
+    # Where the data ended it, and steps do not end it there now.
+    lasts = _LASTS if ended != before and not changed and steps != ended else ()
+    for key in (*lasts, *_COMPARED):
         now, then = look_up(config, key), look_up(saved, key)
         # What is absent has a default that this does not know.
         if ABSENT not in (now, then) and now != then:

@@ -11,6 +11,7 @@ from qarl_nemo.nemo_rl.data_sets import BENCHMARK, data_sets, our_name
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _MOST, _BATCH = "grpo.max_val_samples", "grpo.val_batch_size"
+_STOP, _ANSWERS = "grpo.stop_at_validation_metric", "grpo.val_num_generations_per_prompt"
 # NeMo-RL's default of both, and of `grpo.val_period`.
 _USUAL, _USUAL_PERIOD = 256, 10
 
@@ -75,6 +76,40 @@ def validation_batch_conflicts(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def validation_metrics(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of what NeMo-RL's validation measures.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Source: NeMo-RL 7ea279ab, `validate` in `algorithms/grpo.py`.
+    """
+    answers = look_up(config, _ANSWERS, 1)
+    return ("accuracy", "avg_length", *(["pass_k"] if type(answers) is int and answers > 1 else []))
+
+
+def stop_metric_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say where NeMo-RL would end at its first validation because it does not measure what is to stop it.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        One line each: key, value, and what to set.
+    """
+    problems, name, answers = [], look_up(config, _STOP, None), look_up(config, _ANSWERS, 1)
+    if type(answers) is not int or answers < 1:
+        problems.append(f"{_ANSWERS}={'null' if answers is None else answers}: set a whole number from 1")
+    legal = validation_metrics(config)
+    if name is not None and name not in legal:
+        beside = f", or pass_k with {_ANSWERS} of 2 or more" if "pass_k" not in legal else ""
+        problems.append(
+            f"{_STOP}={name}: NeMo-RL ends at its first validation, which has no such metric; set "
+            f"{' or '.join(legal)}{beside}, or null"
+        )
+    return problems
+
+
 def validation_hints(config: Mapping[str, Any]) -> list[str]:
     """Say where NeMo-RL asks only some of the validation set.
 
@@ -102,7 +137,8 @@ def _validates(config: Mapping[str, Any]) -> bool:
     """Tell whether NeMo-RL validates."""
     often = look_up(config, "grpo.val_period", _USUAL_PERIOD)
     at_ends = look_up(config, "grpo.val_at_start", False) or look_up(config, "grpo.val_at_end", False)
-    return bool(often or at_ends)
+    # NeMo-RL's own, which a negative period turns off, too.
+    return bool((isinstance(often, int) and often > 0) or at_ends)
 
 
 def _validates_with_something(data: Mapping[str, Any]) -> bool:

@@ -7,7 +7,9 @@ from qarl_nemo.nemo_rl.config import apply_qarl
 
 OVERRIDES = "policy.hf_config_overrides"
 LONGEST = "policy.max_total_sequence_length"
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARN = SHORT_YARN | {"rope_theta": 1e6, "truncate": True, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+                     "mscale_all_dim": 0.0}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -19,6 +21,12 @@ def test_only_a_scaling_that_the_learner_follows_is_taken(key):
         kind = scaling.get("rope_type", scaling.get("type"))
         assert line.startswith(f"{OVERRIDES}.{key}.rope_type={kind} (or config.json's): vLLM scales its angles")
         assert line.endswith("set default or yarn")
+
+
+def test_yarn_of_the_config_has_all_that_nemo_rl_asserts_in_a_worker():
+    (line,) = problems(config(**{OVERRIDES: {"rope_scaling": SHORT_YARN}}))
+    assert line.startswith(f"{OVERRIDES}.rope_scaling.rope_type=yarn: NeMo-RL needs all of its settings there")
+    assert line.endswith("set rope_theta, truncate, beta_fast, beta_slow, mscale, mscale_all_dim, too")
 
 
 def test_engine_rounding_rotates_by_unscaled_angles():

@@ -179,3 +179,16 @@ def test_selective_recomputation_counts_as_none():
     assert peaks[0] < peaks[1] == peaks[2]
     lines = problems(launch({"gpu_memory_gib": 60}, **granularity))
     assert any("recompute_granularity=full" in line for line in lines)
+
+
+def test_a_reference_model_is_in_the_hosts_memory():
+    """Each rank keeps its weights there, and meanwhile the learner's while it computes with the reference's."""
+    key = "loss_fn.reference_policy_kl_penalty"
+    found = {}
+    for penalty in (0.0, 0.01):
+        values = launch(**{key: penalty})
+        qarl = NemoQarlConfig.model_validate(values["qarl"])
+        needed = needed_memory(values, qarl, optimizer_stays=False)
+        found[penalty] = needed.host
+        weights = needed.learner.parts["weights"]
+    assert found[0.01] == found[0.0] | {"reference": 8 * 2 * weights}

@@ -189,6 +189,58 @@ def test_layers_are_recomputed_as_nemo_rl_knows():
     apply_qarl(config(**{key: "fulll"}))
 
 
+def test_batches_that_are_advised_divide_a_step_that_is_advised():
+    """Of 24 GPUs, 12 groups of two: a step has whole prompts of 8 answers, so that 4092 is none."""
+    sizes = {"cluster": {"num_nodes": 3, "gpus_per_node": 8}, "policy.train_global_batch_size": 512}
+    sizes |= {"policy.megatron_cfg.sequence_parallel": True, "policy.sequence_packing.enabled": True}
+    batch, step = problems(launch(**sizes | {"grpo.num_prompts_per_step": 512}))
+    assert batch.endswith("=512: is not a multiple of the 12 data parallel learner ranks; set e.g. 408")
+    assert step.endswith("=4096: is not a multiple of the 12 data parallel learner ranks; set e.g. 4080, with "
+                         "num_prompts_per_step=510")  # fmt: skip
+    apply_qarl(launch(**sizes | {"grpo.num_prompts_per_step": 510, "policy.train_global_batch_size": 408}))
+
+
+def test_context_parallel_ranks_are_not_sent_from_packed_to_dynamic_batches_and_back():
+    batching = {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192}
+    apart = {"policy.megatron_cfg.context_parallel_size": 2, "policy.make_sequence_length_divisible_by": 8}
+    both = apart | {"policy.sequence_packing": batching, "policy.dynamic_batching": batching}
+    (line,) = problems(launch(**both))
+    assert line.startswith("policy.dynamic_batching.enabled=true: policy.megatron_cfg.context_parallel_size=2 does not")
+    assert line.endswith("set false")
+    apply_qarl(launch(**both | {"policy.dynamic_batching": batching | {"enabled": False}}))
+
+
+def test_a_packing_algorithm_is_one_of_nemo_rls():
+    packing = {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192, "algorithm": "first_fit"}
+    (line,) = problems(launch(**{"policy.sequence_packing": packing}))
+    assert line.startswith("policy.sequence_packing.algorithm=first_fit: NeMo-RL has no such algorithm; set concaten")
+    apply_qarl(launch(**{"policy.sequence_packing": packing | {"algorithm": "FIRST_FIT_DECREASING"}}))
+    apply_qarl(launch(**{"policy.sequence_packing": packing | {"enabled": False}}))
+
+
+def test_sequences_that_are_not_packed_are_cut_into_whole_pieces_too():
+    key, parallel = "policy.make_sequence_length_divisible_by", {"policy.megatron_cfg.sequence_parallel": True}
+    (line,) = problems(launch(**parallel | {key: 1}))
+    assert line.startswith(f"{key}=1: sequence_parallel cuts a padded sequence into one piece for each of 2 tensor")
+    apply_qarl(launch(**parallel | {key: 2}))
+    batching = {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192, "sequence_length_round": 3}
+    (line,) = problems(launch(**parallel | {key: 2, "policy.dynamic_batching": batching}))
+    assert line.startswith("policy.dynamic_batching.sequence_length_round=3: ")
+
+
+def test_no_answer_is_longer_than_the_runs_sequences():
+    """NeMo-RL asserts it of every answer, which an engine of longer sequences does not hold to."""
+    served, longest = "policy.generation.vllm_cfg.max_model_len", "policy.max_total_sequence_length"
+    sizes = {longest: 4096, "data.max_input_seq_length": 1024, "policy.generation.max_new_tokens": 3073}
+    apply_qarl(launch(**sizes | {served: 8192}))
+    longer = sizes | {"policy.generation.max_new_tokens": 3074}
+    for value, said in ((8192, "8192"), (None, "null")):
+        (line,) = problems(launch(**longer | {served: value}))
+        assert line.startswith(f"{served}={said}: with its prompt an answer may be longer than {longest}=4096")
+        assert line.endswith("set at most 4096, or a larger max_total_sequence_length")
+    apply_qarl(launch(**longer | {served: 4096}))
+
+
 def test_packed_sequences_are_cut_into_whole_pieces():
     packing = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192}}
     key, cp = "policy.make_sequence_length_divisible_by", {"policy.megatron_cfg.context_parallel_size": 2}
@@ -208,6 +260,24 @@ def test_packed_sequences_are_cut_into_whole_pieces():
         ({"grpo.adv_estimator": {"name": "grppo"}}, "grpo.adv_estimator.name=grppo: NeMo-RL has no such estimator"),
         ({"grpo.batch_multiplier": 2}, "grpo.batch_multiplier=2: it is for grpo.use_dynamic_sampling=true; set 1"),
         ({"grpo.stop_at_validation_metric": "accuracy"}, "grpo.stop_at_validation_threshold=null: "),
+        ({"grpo.stop_at_validation_metric": "val:accuracy", "grpo.stop_at_validation_threshold": 0.9},
+         "grpo.stop_at_validation_metric=val:accuracy: NeMo-RL ends at its first validation, which has no such metric; "
+         "set accuracy or avg_length, or pass_k with grpo.val_num_generations_per_prompt of 2 or more, or null"),
+        ({"grpo.val_num_generations_per_prompt": 0}, "grpo.val_num_generations_per_prompt=0: set a whole number"),
+        ({"grpo.num_generations_per_prompt": 1, "grpo.num_prompts_per_step": 512},
+         "grpo.num_generations_per_prompt=1: grpo.adv_estimator.name=grpo compares a prompt's answers"),
+        ({"data.use_multiple_dataloader": True, "data.num_prompts_per_dataloader": 24},
+         "data.num_prompts_per_dataloader=24: data.use_multiple_dataloader=true takes so many prompts"),
+        ({"policy.megatron_cfg.moe_router_load_balancing_type": "aux_loss"},
+         "policy.megatron_cfg: moe_router_load_balancing_type='aux_loss', moe_aux_loss_coeff=0.001: the aligned"),
+        ({"policy.megatron_cfg.model_overrides": {"rotary_base": 10000, "hidden_dropout": 0.0}},
+         "policy.megatron_cfg.model_overrides.rotary_base=10000: the learner alone would compute with it, and engines"),
+        ({"policy.megatron_cfg.model_overrides": {"attention_dropout": 0.1}},
+         "policy.megatron_cfg.model_overrides.attention_dropout=0.1: the learner alone would compute with it"),
+        ({"policy.megatron_cfg.optimizer.bf16": False}, "policy.megatron_cfg.optimizer.bf16=false: the optim"),
+        ({"grpo.adv_estimator": {"name": "opd"}, "loss_fn.force_on_policy_ratio": True,
+          "policy.train_global_batch_size": 512, "qarl": {"format": "w4a16", "objective": {"objective": "grpo_tis"}}},
+         "loss_fn.force_on_policy_ratio=true: NeMo-RL has no log-probabilities before the update then, which grpo.adv"),
         ({"policy.refit_buffer_size_gb": 4}, "policy.refit_buffer_size_gb=4: qarl.layerwise_refit bounds"),
         ({"env": {"should_use_nemo_gym": True}}, "env.should_use_nemo_gym=true: NeMo-Gym's environments"),
         ({"loss_fn.use_kl_in_reward": True, "loss_fn.force_on_policy_ratio": True,

@@ -266,7 +266,7 @@ def test_what_the_asynchronous_loop_has_not_is_refused_before_workers_start():
     assert all("grpo.async_grpo.enabled=true: that loop of NeMo-RL has none; set false" in line for line in lines)
     off = {"grpo.use_dynamic_sampling": False, "grpo.reward_scaling": {"enabled": False}}
     apply_qarl(config(**ASYNCHRONOUS | off))
-    apply_qarl(config(**changes))
+    apply_qarl(config(**changes | {"data.num_prompts_per_dataloader": 32}))
 
 
 def test_shards_that_a_kernel_does_not_take_are_named_with_their_layout():

@@ -171,6 +171,18 @@ def test_long_prompts_are_skipped_and_counted_or_left_to_nemo_rl(lengths, tokeni
     assert [train[place]["loss_multiplier"] for place in range(len(train))] == [1.0, 0.0, 1.0]
 
 
+def test_fewer_prompts_than_a_step_takes_are_an_error(lengths, tokenizer):
+    """NeMo-RL drops a batch that is not whole, and would end without a step once all workers have started."""
+    data = data_block(lengths, overlong_prompts="skip")
+    said = r"data.train has 2 prompts, and grpo.num_prompts_per_step takes 3 at once.*set grpo.num_prompts_per_step to "
+    with pytest.raises(ConfigError, match=said + "at most 2"):
+        set_up(tokenizer, data, NO_VALIDATION | {"num_prompts_per_step": 3})
+    set_up(tokenizer, data, NO_VALIDATION | {"num_prompts_per_step": 2})
+    dynamic = {"num_prompts_per_step": 2, "use_dynamic_sampling": True, "batch_multiplier": 2}
+    with pytest.raises(ConfigError, match=r"has 2 prompts, .* takes 4 at once"):
+        set_up(tokenizer, data, NO_VALIDATION | dynamic)
+
+
 def test_validation_prompts_are_looked_at_too(lengths, tokenizer):
     data = data_block(lengths, validation={"dataset_name": f"{HERE}.Problems", "data_path": lengths})
     data["train"]["split"] = "train[:1]"

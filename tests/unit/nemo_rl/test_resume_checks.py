@@ -89,6 +89,29 @@ def test_the_launcher_refuses_it(tmp_path):
     assert [line for line in found if "the run goes on from step_2" in line]
 
 
+def test_a_run_that_its_data_ended_goes_on_for_no_further_epoch(tmp_path):
+    """NeMo-RL counts the schedule's steps by what the data lasts for, and Megatron compares them."""
+    epochs = {"grpo__max_num_epochs": 1, "grpo__num_prompts_per_step": 16}
+    save("step_90", config(tmp_path, steps=1000, **epochs), train_iters=90)
+    assert resume_conflicts(config(tmp_path, steps=1000, **epochs)) == []
+    (line,) = resume_conflicts(config(tmp_path, steps=1000, **epochs | {"grpo__max_num_epochs": 2}))
+    assert "whose schedule Megatron lets no run leave: grpo.max_num_epochs=2 (1 there); set these back" in line
+    (line,) = resume_conflicts(config(tmp_path, steps=1000, **epochs | {"grpo__num_prompts_per_step": 8}))
+    assert "grpo.num_prompts_per_step=8 (16 there)" in line
+    # As many steps as it had.
+    assert resume_conflicts(config(tmp_path, steps=90, **epochs | {"grpo__max_num_epochs": 2})) == []
+
+
+def test_a_checkpoint_is_kept_by_what_a_validation_measures():
+    saves = {"checkpointing.enabled": True, "checkpointing.metric_name": "val:acc"}
+    (line,) = problems(recipe(**saves))
+    assert line.startswith("checkpointing.metric_name=val:acc: NeMo-RL ends at its first checkpoint after a validation")
+    assert line.endswith("set val:accuracy or val:avg_length, or null to keep the newest ones")
+    saves["checkpointing.metric_name"] = "val:pass_k"
+    assert len(metric_conflicts(recipe(**saves))) == 1
+    assert metric_conflicts(recipe(**saves | {"grpo.val_num_generations_per_prompt": 4})) == []
+
+
 @pytest.mark.parametrize("name", ["val_reward", "val:", "test:accuracy"])
 def test_a_metric_that_no_checkpoint_could_be_kept_by_is_refused(name):
     saves = {"checkpointing.enabled": True, "checkpointing.metric_name": name}

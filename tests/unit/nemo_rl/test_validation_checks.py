@@ -32,6 +32,7 @@ def test_a_batch_that_is_larger_than_all_that_is_asked_is_refused():
     assert "set at most 256, or grpo.max_val_samples=512" in line
     assert validation_batch_conflicts(sizes(512, 512)) == []
     # Nothing is validated by these keys.
+    assert validation_batch_conflicts(config(**{"grpo.val_batch_size": 512, "grpo.val_period": -1})) == []
     silent = {"grpo.val_period": 0, "grpo.val_at_start": False}
     assert validation_batch_conflicts(config(**{"grpo.val_batch_size": 512}, **silent)) == []
     assert len(validation_batch_conflicts(config(**{"grpo.val_batch_size": 512}, **silent | {"grpo.val_at_end": True})))
