@@ -4,10 +4,10 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial as bound
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from qarl_nemo.files import FileError, os_reason, read_json, share_weights, sync
@@ -107,7 +107,7 @@ def save_checkpoint(
         FileError: the disk is full or failed; the older checkpoints stay.
     """
     final = checkpoint_dir(run_dir, step)
-    with _named_disk_errors(final):
+    with named_disk_errors(f"{final}: the checkpoint", "goes on from the last one", bound(remove_leftovers, run_dir)):
         remove_leftovers(run_dir)
         partial = final.with_suffix(".partial")
         partial.mkdir(parents=True)
@@ -127,25 +127,34 @@ def save_checkpoint(
 
 
 @contextlib.contextmanager
-def _named_disk_errors(final: Path) -> Iterator[None]:
-    """Turn the errors that writers raise on a full or broken disk into one that names the checkpoint."""
+def named_disk_errors(what: str, then: str, clean: Callable[[], None]) -> Iterator[None]:
+    """Turn the errors that writers raise on a full or broken disk into one that names what could not be written.
+
+    Args:
+        what: place and kind of what is written, for the error.
+        then: what the same command does once there is room.
+        clean: removes what was half written.
+
+    Raises:
+        FileError: the disk is full or failed.
+    """
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
+    # The writer of tokenizers raises none but Exception itself.
+    except Exception as error:
         reason = _disk_reason(error)
         if reason is None:
             raise
         with contextlib.suppress(OSError):
-            remove_leftovers(final.parents[1])
-        raise FileError(
-            f"{final}: the checkpoint cannot be written: {reason}; then the same command goes on from the last one"
-        ) from error
+            clean()
+        raise FileError(f"{what} cannot be written: {reason}; then the same command {then}") from error
 
 
 def _disk_reason(error: Exception) -> str | None:
     if isinstance(error, OSError):
         return os_reason(error)
-    # torch's and safetensors' writers raise the system's errors without a type of their own, so match their texts.
+    # torch's, safetensors' and tokenizers' writers raise the system's errors without a type of their own, so match
+    # their texts.
     first_line = str(error).partition("\n")[0]
     if re.search(r"inline_container|PytorchStreamWriter|os error|I/O error", first_line):
         return f"the disk is full or failed ({first_line}); free some space"

@@ -25,7 +25,7 @@ from qarl_nemo.train.packed_base import require_packed_base
 from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.run_dir import inspect_run_dir
-from qarl_nemo.train.setup import learner_device, require_engine
+from qarl_nemo.train.setup import BASE_FOLDER, learner_device, require_engine
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.template_options import require_options
 from qarl_nemo.train.trained import trained_parameters
@@ -109,7 +109,7 @@ def _examine(config: LocalConfig) -> tuple[Prepared | None, list[ValueError]]:
     if device is not None and made is not None:
         catch(errors, _require_room, config, made[0], device)
     tasks = _tasks(config, hf, errors)
-    size = None if made is None else catch(errors, _checkpoint_size, config, made[0])
+    size = None if made is None else catch(errors, _checkpoint_size, config, made[0], made[2])
     if errors or device is None or made is None or tasks is None or size is None:
         return None, errors
     model, rows, num_parameters = made
@@ -188,10 +188,12 @@ def _tasks(
     return None if skipped is None else (source, encode, skipped)
 
 
-def _checkpoint_size(config: LocalConfig, model: PreTrainedModel) -> int:
+def _checkpoint_size(config: LocalConfig, model: PreTrainedModel, num_parameters: int) -> int:
     size = checkpoint_bytes(model, config.policy)
-    if config.checkpointing.enabled:
-        _require_space(config, size)
+    # A random model that adapters are trained on is written once, with or without checkpoints.
+    makes_base = has_frozen_base(config.policy) and config.policy.model_path is None
+    has_base = not makes_base or (config.run_dir / BASE_FOLDER).is_dir()
+    _require_space(config, size, 0 if has_base else num_parameters * model.dtype.itemsize)
     return size
 
 
@@ -219,10 +221,15 @@ def _kv_bytes(model: PreTrainedModel) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
-def _require_space(config: LocalConfig, size: int) -> None:
-    # One more than are kept, because the new one is complete before the oldest is deleted.
-    num_new = max(1, config.checkpointing.keep_last + 1 - len(checkpoint_steps(config.run_dir)))
-    what = (
-        f"room for {num_new} checkpoints of {readable_bytes(size)} (checkpointing.keep_last and the one being written)"
-    )
-    require_space(config.run_dir, num_new * size, what)
+def _require_space(config: LocalConfig, size: int, base_bytes: int) -> None:
+    parts, needed = list[str](), base_bytes
+    if config.checkpointing.enabled:
+        # One more than are kept, because the new one is complete before the oldest is deleted.
+        num_new = max(1, config.checkpointing.keep_last + 1 - len(checkpoint_steps(config.run_dir)))
+        kept = "checkpointing.keep_last and the one being written"
+        parts.append(f"{num_new} checkpoints of {readable_bytes(size)} ({kept})")
+        needed += num_new * size
+    if base_bytes:
+        parts.append(f"the adapters' base of {readable_bytes(base_bytes)}")
+    if parts:
+        require_space(config.run_dir, needed, f"room for {' and '.join(parts)}")

@@ -85,8 +85,7 @@ def inspect_run_dir(config: LocalConfig) -> int | None:
     folder, metrics = config.run_dir, config.run_dir / METRICS_FILE
     _require_place(folder)
     recorded = recorded_steps(metrics)
-    if holds_run(folder):
-        _require_same_run(config)
+    require_same_run(config)
     step = newest_checkpoint(folder)
     if step is not None:
         require_steps(metrics, step)
@@ -96,6 +95,17 @@ def inspect_run_dir(config: LocalConfig) -> int | None:
             "run_dir=..., or delete that folder to start again"
         )
     return step
+
+
+def require_same_run(config: LocalConfig) -> None:
+    """Require that a folder holds this run, if it holds one.
+
+    Raises:
+        ConfigError: it holds another run; every key that differs is listed.
+        FileError: what it holds cannot be read.
+    """
+    if holds_run(config.run_dir):
+        _require_same_run(config)
 
 
 def holds_run(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial as bound
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.ties import tie_warning
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base, lora_settings
-from qarl_nemo.train.checkpoint import checkpoint_dir, read_state
+from qarl_nemo.train.checkpoint import checkpoint_dir, named_disk_errors, read_state
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
@@ -152,10 +153,12 @@ def _keep_base(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     partial = folder.with_suffix(".partial")
     for old in (partial, folder):
         shutil.rmtree(old, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    share_weights(partial, partial / "config.json")
-    partial.rename(folder)
+    drop = bound(shutil.rmtree, partial, ignore_errors=True)
+    with named_disk_errors(f"{folder}: the base of the adapters", "starts again", drop):
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        share_weights(partial, partial / "config.json")
+        partial.rename(folder)
 
 
 def _warm_start(config: LocalConfig, source: TaskSource, encode: PromptEncoder, model: PreTrainedModel) -> None:

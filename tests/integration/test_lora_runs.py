@@ -5,12 +5,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
 from qarl_nemo.config import ConfigError
+from qarl_nemo.files import FileError
 from qarl_nemo.train.checkpoint import checkpoint_dir
 from qarl_nemo.train.preflight import prepare
 from qarl_nemo.train.run import train_run
@@ -120,6 +122,27 @@ def test_a_resumed_base_lies_in_memory_as_a_new_one_does(run, padding, tmp_path)
     model, _ = starting_model(config, prepared.source, prepared.encode, prepared.device, 4)
     # A CPU's GEMMs round otherwise where it is not so aligned, as a file's tensors may not be.
     assert {parameter.data_ptr() % 64 for parameter in model.parameters()} == {0}
+
+
+def test_a_disk_without_room_for_the_base_is_refused_before_it_is_made(tmp_path, monkeypatch):
+    room = prepare(config_of(tmp_path / "run")).checkpoint_bytes * 3 + 1000
+    full = shutil.disk_usage(tmp_path)._replace(free=room)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(FileError, match=r"room for 3 checkpoints of .* and the adapters' base of \d.* needs "):
+        train_run(config_of(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run" / "base").mkdir(parents=True)
+    prepare(config_of(tmp_path / "run"))
+
+
+def test_a_disk_that_is_full_when_the_base_is_written_is_named_as_such(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(FileError, match=r"base: the base of the adapters cannot be written: the disk is full .* again"):
+        train_run(config_of(tmp_path))
+    assert not list(tmp_path.glob("base*"))
 
 
 def test_noise_on_frozen_norms_reaches_the_engine_and_is_replayed(tmp_path):

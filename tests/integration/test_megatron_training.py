@@ -4,7 +4,9 @@ Set QARL_MEGATRON_RESULTS to a file to keep the differences as rows of docs/resu
 """
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,15 +19,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from qarl_nemo.config import ConfigError
+from qarl_nemo.config.problems import attempt
+from qarl_nemo.files import FileError, exclusive, require_free
 from qarl_nemo.metrics.results import Figure
 from qarl_nemo.train.checkpoint import checkpoint_dir, checkpoint_steps
 from qarl_nemo.train.config import ModelInit
 from qarl_nemo.train.model import tiny_config
+from qarl_nemo.train.run import LOCK_FILE
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.megatron.results import keep_megatron
 from support.needs import MEGATRON
 from support.programs import environment, run_program
-from support.runs import BASE, QARL, STEPS, read_metrics, train, without_clocks, write_config
+from support.runs import BASE, QARL, STEPS, make_config, read_metrics, train, without_clocks, write_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,6 +92,71 @@ def test_ranks_that_are_told_to_end_save_and_go_on_to_the_same_metrics(tmp_path)
         for folder in (run_dir, tmp_path / "whole")
     )
     assert parts == whole
+
+
+@pytest.mark.parametrize("tell", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end twice"])
+def test_ranks_end_with_the_process_that_launched_them(tell, tmp_path):
+    run_dir, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text("".join(json.dumps({"problem": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(9)))
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        "def score(response, answer):\n"
+        f"    time.sleep(60 * bool(Path({str(metrics)!r}).read_text()))\n"
+        "    return len(response)\n"
+    )
+    data = {"_override_": True, "source": "datasets"}
+    data |= {"train": {"data_path": str(sums), "reward_function": "slow:score"}}
+    policy = {"model_init": MODEL, "megatron_cfg": {"num_gpus": 2, "expert_model_parallel_size": 2}}
+    blocks = {"policy": policy, "data": data, "grpo": {"max_num_steps": 9, "val_period": 0}}
+    config = write_config(tmp_path / "run.yaml", run_dir, **blocks)
+    command = [sys.executable, "-m", "support.megatron.run_launched", str(config)]
+    settings = environment(TMPDIR=str(tmp_path / "ranks"))
+    settings["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    (tmp_path / "ranks").mkdir()
+    launcher = subprocess.Popen(command, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not metrics.exists() or not metrics.read_text():
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        launcher.send_signal(tell)
+        if tell == signal.SIGTERM:
+            time.sleep(5.5)
+            launcher.send_signal(tell)
+        assert launcher.wait(timeout=20) == -tell
+    finally:
+        launcher.kill()
+        launcher.wait()
+    deadline = time.monotonic() + 20
+    while True:
+        problems = list[str]()
+        attempt(problems, require_free, run_dir / LOCK_FILE, "the run's folder")
+        problems += map(str, (tmp_path / "ranks").glob("qarl-ranks-*"))
+        if not problems:
+            return
+        assert time.monotonic() < deadline, problems
+        time.sleep(0.1)
+
+
+def test_another_run_is_refused_before_ranks_start_and_changes_nothing(tmp_path, monkeypatch):
+    from qarl_nemo.train.megatron import launch
+
+    started = []
+    monkeypatch.setattr(launch, "require_machine", lambda *_: None)
+    monkeypatch.setattr(launch, "launch_ranks", lambda *arguments: started.append(arguments) or 0)
+    policy = {"model_init": MODEL, "megatron_cfg": {"num_gpus": 2}}
+    launch.train_with_megatron(make_config(tmp_path, policy=policy))
+    ((ranks, _, settings),) = started
+    assert (ranks, settings["seed"]) == (2, BASE["seed"])
+    # What ranks read lies nowhere where another command writes, too.
+    assert not list(tmp_path.iterdir())
+    with exclusive(tmp_path / LOCK_FILE, "it"), pytest.raises(FileError, match="is in use by process"):
+        launch.train_with_megatron(make_config(tmp_path, policy=policy))
+    train(tmp_path, grpo={"max_num_steps": 1})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="seed: there 3, now 9"):
+        launch.train_with_megatron(make_config(tmp_path, policy=policy, seed=9))
+    assert (len(started), sorted(tmp_path.rglob("*"))) == (1, before)
 
 
 def largest_difference(records, expected) -> float:

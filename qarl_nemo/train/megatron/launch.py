@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qarl_formats import Kernel, OnDevice, OtherStorage, QuantFormat, VllmKernels
-from qarl_nemo.config import literal, load_config, write_yaml
+from qarl_nemo.config import literal, load_config
 from qarl_nemo.failures import run_reported
-from qarl_nemo.files import make_folder
+from qarl_nemo.files import make_folder, require_free
 from qarl_nemo.layers.norm_noise import NormNoise
 from qarl_nemo.megatron.alignment import Alignment
 from qarl_nemo.megatron.checks import require_supported
@@ -28,6 +28,7 @@ from qarl_nemo.train.megatron.ranks import (
     Leader,
     broadcast_each,
     end_ranks,
+    end_with_launcher,
     follow,
     launch_ranks,
     start_ranks,
@@ -35,8 +36,8 @@ from qarl_nemo.train.megatron.ranks import (
 )
 from qarl_nemo.train.model import read_config
 from qarl_nemo.train.rollouts import Rollouts
-from qarl_nemo.train.run import train_run
-from qarl_nemo.train.run_dir import RunToldError, is_complete, where_it_stands
+from qarl_nemo.train.run import LOCK_FILE, train_run
+from qarl_nemo.train.run_dir import RunToldError, is_complete, require_same_run, where_it_stands
 from qarl_nemo.train.setup import build_learner, learner_device, resolve_device
 
 # The types of a learner's arguments, besides tensors and paths.
@@ -48,7 +49,8 @@ def train_with_megatron(config: LocalConfig) -> None:
     """Run `policy.megatron_cfg`'s ranks, one for each GPU: the first runs the loop, the others follow it.
 
     Raises:
-        ValueError: there is no GPU, or the ranks cannot hold or share the model.
+        ValueError: there is no GPU, the ranks cannot hold or share the model, or the folder holds another run or is in
+            use.
         RunStoppedError: it was interrupted, or told to end, as `train_run` says it.
         RuntimeError: a rank failed; its own error was printed.
     """
@@ -58,10 +60,12 @@ def train_with_megatron(config: LocalConfig) -> None:
     if ranks == 1:
         train_this_rank(config)
         return
+    # Said once, and not by every rank and by the program that starts them.
+    require_same_run(config)
+    require_free(config.run_dir / LOCK_FILE, f"run folder {config.run_dir}")
     make_folder(config.run_dir, "a run's folder")
-    path = config.run_dir / "ranks.yaml"
-    write_yaml(path, literal(config.model_dump(mode="json")))
-    code = launch_ranks(ranks, ["-m", "qarl_nemo.train.megatron.launch", str(path)])
+    settings = literal(config.model_dump(mode="json"))
+    code = launch_ranks(ranks, ["-m", "qarl_nemo.train.megatron.launch"], settings)
     if code == RunToldError.exit_code and not is_complete(config):
         raise RunToldError(where_it_stands(config))
     if code:
@@ -70,6 +74,7 @@ def train_with_megatron(config: LocalConfig) -> None:
 
 def train_this_rank(config: LocalConfig) -> None:
     """Run the loop on the first rank, and the commands that it sends on the others."""
+    end_with_launcher()
     # Fail on a missing package before anything is trained.
     optimizer_settings(config.policy.optimizer)
     rank = int(os.environ.get("RANK", "0"))

@@ -1,11 +1,16 @@
 """Several ranks behind one: every rank does what the first is asked to do."""
 
+import contextlib
+import fcntl
 import io
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
+from qarl_nemo.config import write_yaml
 from qarl_nemo.megatron.gather import empty, layout_of
 from qarl_nemo.refit.exchange import broadcast_bytes, broadcast_plain, waiting_group
 from qarl_nemo.train.run_dir import RunToldError
@@ -27,16 +33,19 @@ from qarl_nemo.train.stop_request import StopRequest
 _STORE = "QARL_RANKS_STORE"
 # Beside it, once the ranks are told to end.
 _STOP = "stop"
+# Beside it, locked as long as the process lives that launched the ranks.
+_LAUNCHER = "launcher_lives"
 # The timeout of a wait for the next command, during which the first rank generates, validates and saves.
 _PATIENCE = timedelta(days=1)
 
 
-def launch_ranks(ranks: int, program: Sequence[str]) -> int:
+def launch_ranks(ranks: int, program: Sequence[str], settings: Mapping[str, Any] | None = None) -> int:
     """Run a program once per rank on this host; ranks meet through a file, so that nothing listens on the network.
 
     Args:
         ranks: how many.
         program: arguments of the Python interpreter.
+        settings: written into a file that no other command knows, which is the program's last argument.
 
     Returns:
         The exit code: 0, that of a failed rank, after which the others were ended, or `RunToldError`'s where this
@@ -49,9 +58,36 @@ def launch_ranks(ranks: int, program: Sequence[str]) -> int:
         environment = (
             {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ | {_STORE: f"{folder}/ranks"}
         )
-        with StopRequest(Path(folder) / _STOP) as request:
+        if settings is not None:
+            file = Path(folder) / "ranks.yaml"
+            write_yaml(file, settings)
+            program = [*program, str(file)]
+        with (Path(folder) / _LAUNCHER).open("w") as lives, StopRequest(Path(folder) / _STOP) as request:
+            fcntl.flock(lives, fcntl.LOCK_EX)
             code = subprocess.run([*launch, *program], env=environment, check=False).returncode
             return RunToldError.exit_code if request.made else code
+
+
+def end_with_launcher() -> None:
+    """End this process as soon as that of `launch_ranks` has ended, which a signal may have ended at once.
+
+    Else ranks that nobody waits for would train on, and keep the run's folder and the GPUs from the same command.
+    """
+    if _STORE in os.environ:
+        place = (Path(os.environ[_STORE]).parent, os.getppid())
+        threading.Thread(target=_follow_launcher, args=place, daemon=True).start()
+
+
+def _follow_launcher(folder: Path, torchrun: int) -> None:
+    # The launcher removes the folder where it can. The system frees a lock with the process, however that ends.
+    with contextlib.suppress(FileNotFoundError), (folder / _LAUNCHER).open() as lives:
+        fcntl.flock(lives, fcntl.LOCK_SH)
+    # It would wait for its ranks' files without end.
+    if os.getppid() == torchrun:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(torchrun, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def stop_request() -> StopRequest:

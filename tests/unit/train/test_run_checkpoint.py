@@ -130,6 +130,18 @@ def test_a_failing_save_leaves_the_older_checkpoint_whole(engine, tmp_path):
     assert read_state(tmp_path, 5)["step"] == 5
 
 
+def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_named_as_such(engine, tmp_path, monkeypatch):
+    def full(*_):
+        # The type and the words of the tokenizers package.
+        raise Exception("No space left on device (os error 28)")
+
+    save(tmp_path, 5, engine)
+    monkeypatch.setattr(type(TOKENIZER), "save_pretrained", full)
+    with pytest.raises(FileError, match=r"step_000010: the checkpoint cannot be written: the disk is full .* goes on"):
+        save(tmp_path, 10, engine)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
+
+
 def test_a_step_can_be_saved_again(engine, tmp_path):
     save(tmp_path, 5, engine)
     save(tmp_path, 5, engine, state={"elapsed_s": 9.0, "weight_version": 4})
