@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl_nemo.config import ConfigError, flatten, literal, plain, read_yaml, write_yaml
+from qarl_nemo.config.free_keys import FREE_KEYS
 from qarl_nemo.files import FileError, make_folder
 from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps, require_steps
 from qarl_nemo.train.checkpoint import (
@@ -15,29 +16,6 @@ from qarl_nemo.train.checkpoint import (
     saved_steps,
 )
 from qarl_nemo.train.config import LocalConfig
-
-# Keys that may change when a run is resumed, because they affect no result but for rounding. num_threads and those that
-# divide a step's work over the memory add in another order: only with the same ones does a run continue bit for bit.
-# Those that decide which responses are decoded together, rollout.batch_size and rollout.kv_cache_gib, are not among
-# them: engines draw the tokens of such responses one after the other from the same random numbers.
-_FREE_KEYS = (
-    "run_dir",
-    "run.name",
-    "grpo.max_num_steps",
-    "grpo.val_at_end",
-    "policy.max_skipped_steps",
-    "checkpointing.",
-    "logger.",
-    "num_threads",
-    "compare",
-    "policy.train_micro_batch_size",
-    "policy.logprob_batch_size",
-    "policy.logprob_chunk_size",
-    "policy.sequence_packing.",
-    "policy.activation_checkpointing",
-    "qarl.keep_operand",
-    "rollout.keep_operand",
-)
 
 
 class RunStoppedError(RuntimeError):
@@ -160,7 +138,7 @@ def _require_same_run(config: LocalConfig) -> None:
         )
     found, wanted = plain(read_yaml(path)), config.model_dump(mode="json", exclude={"compare"})
     # The stages of noise are parts of the whole run.
-    free = tuple(key for key in _FREE_KEYS if config.rollout.noise is None or key != "grpo.max_num_steps")
+    free = tuple(key for key in FREE_KEYS if config.rollout.noise is None or key != "grpo.max_num_steps")
     differing = _differences(flatten(found), flatten(wanted), free)
     if differing:
         raise ConfigError(

@@ -6,32 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from qarl_nemo.config import flatten
+from qarl_nemo.config.free_keys import FREE_KEYS
 from qarl_nemo.metrics.runs import Floats, Run
 from qarl_nemo.metrics.summary import smoothing_window
 
 # Okabe-Ito and Tol hues that stay apart under common colour blindness; blue and vermillion are reserved for the sign.
 _ALIGNMENT_COLORS = {"none": "#4D4D4D", "rollout_only": "#AA3377", "aligned": "#009E73"}
 _OTHER_COLORS = ("#E69F00", "#56B4E9", "#332288", "#999933", "#882255", "#CC6677", "#117733", "#88CCEE")
-# In which repetitions of one arm may differ: what names a run, and what changes no result but its length or rounding.
-_OF_A_RUN = (
-    "seed",
-    "run_dir",
-    "run.",
-    "device",
-    "num_threads",
-    "checkpointing.",
-    "logger.",
-    "grpo.max_num_steps",
-    "grpo.val_",
-    "policy.max_skipped_steps",
-    "policy.train_micro_batch_size",
-    "policy.logprob_batch_size",
-    "policy.logprob_chunk_size",
-    "policy.sequence_packing.",
-    "policy.activation_checkpointing",
-    "qarl.keep_operand",
-    "rollout.keep_operand",
-)
+# In which repetitions of one arm may differ.
+_OF_A_RUN = (*FREE_KEYS, "seed", "run.", "device", "grpo.val_")
 
 
 @dataclass(frozen=True, slots=True)
