@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3MoeConfig
 
 from qarl_kernels import get_format
 from qarl_nemo.architecture import Architecture
@@ -64,15 +64,6 @@ def save_sparse(
         # Near-equal router probabilities would flip experts between engines; a trained router is not undecided.
         layer.mlp.gate.weight.data *= 8
     model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def save_dense(folder: Path, tokenizer: PreTrainedTokenizerBase, **config) -> Path:
-    """Save a dense BF16 model of random weights with its tokenizer; `model_type` names its family."""
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    made = AutoConfig.for_model(**DENSE | {"vocab_size": len(tokenizer)} | config)
-    AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -143,7 +143,7 @@ def _length_problems(config: Mapping[str, Any], policy: Mapping[str, Any]) -> li
         look_up(config, one, None) for one in ("data.max_input_seq_length", "policy.generation.max_new_tokens")
     )
     served, turns = look_up(config, key), look_up(config, "grpo.max_rollout_turns", 1)
-    if served is ABSENT or longest is None:
+    if not isinstance(served, int | None) or longest is None:
         return []
     # NeMo-RL cuts a prompt of as many tokens; later turns add to it.
     reached = prompt - 1 + new if isinstance(prompt, int) and isinstance(new, int) and turns == 1 else longest + 1

@@ -1,7 +1,5 @@
 """Settings under which aligned experts would not be the engine's are one error, before anything is built."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ pytest.importorskip("megatron", reason="needs megatron-core: pip install megatro
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from qarl_nemo.config import load_config
+from qarl_nemo.config import load_config, write_yaml
 from qarl_nemo.layers.weight import MasterChanges
 from qarl_nemo.megatron.alignment import Alignment, bump_on_step
 from qarl_nemo.megatron.attention_linear import without_extra_state
@@ -256,11 +254,10 @@ def test_ranks_of_a_learner_can_send_each_other_a_format(name, tmp_path):
 
 
 def test_text_that_looks_like_a_reference_reaches_every_rank_as_it_is(tmp_path, monkeypatch):
-    programs = []
-    monkeypatch.setattr(launch, "launch_ranks", lambda _, program: programs.append(program) or 0)
+    monkeypatch.setattr(launch, "launch_ranks", lambda *given: write_yaml(tmp_path / "ranks.yaml", given[-1]))
     monkeypatch.setattr(launch, "require_machine", lambda *_: None)
     train_set = {"data_path": "problems.jsonl", "prompt_template": "Write ${x}$ for {problem}"}
     data = {"_override_": True, "source": "datasets", "train": train_set}
     config = make_config(tmp_path, policy={"megatron_cfg": {"num_gpus": 2}}, data=data)
     launch.train_with_megatron(config)
-    assert load_config(Path(programs[0][-1]), [], LocalConfig) == config
+    assert load_config(tmp_path / "ranks.yaml", [], LocalConfig) == config
