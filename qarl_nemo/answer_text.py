@@ -77,8 +77,10 @@ def _last_boxes_alone(text: str) -> str:
 
 def _without_stop(text: str) -> str:
     boxes = _boxes(text)
-    end = boxes[-1][1] if boxes else len(text)
-    return _STOP.sub(r"\1", text[:end]) + text[end:] if boxes else text
+    if not boxes:
+        return text
+    _, end = boxes[-1]
+    return _STOP.sub(r"\1", text[:end]) + text[end:]
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
