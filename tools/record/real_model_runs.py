@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--over", metavar="ARM", help="whose answers all arms' stand against; rollout-only's, unless set"
     )
+    parser.add_argument("--beside", type=Path, help="holds arms recorded before, on any machine, to pair answers with")
     parser.add_argument("--figure", type=Path, help="PNG of all runs of this config that were kept")
     parser.add_argument("--scatter", type=Path, help="PNG of these runs' tokens, by engine and by learner")
     arguments = parser.parse_args()
@@ -169,11 +170,13 @@ def main() -> None:
         parser.error(f"--steps {arguments.steps}: set 1 or more")
     whole, config = whole_runs(arguments.folder, arguments.steps), arguments.folder.resolve().name
     prefix = f"real_{arguments.model}_{arguments.data}"
-    if arguments.over and arguments.over not in (arms := sorted({run.arm for run in whole})):
+    answered = whole + (whole_runs(arguments.beside, arguments.steps) if arguments.beside else [])
+    if arguments.over and arguments.over not in (arms := sorted({run.arm for run in answered})):
         parser.error(f"--over {arguments.over!r}: no such arm among {', '.join(arms) or 'none'}")
-    differences = answer_differences(whole, prefix, arguments.over)
-    figures = [one for run in whole for one in run_figures(run, prefix)] + differences
+    differences = answer_differences(answered, prefix, arguments.over)
+    figures = [one for run in whole for one in run_figures(run, prefix)]
     record_runs(arguments.record, figures, whole, config, arguments.command)
+    record_runs(arguments.record, new_figures(arguments.record, differences), whole, config, arguments.command)
     values = {row.name: row.value for row in read_results(arguments.record)}
     computed = recoveries(values, prefix)
     remove_withdrawn(arguments.record, computed, prefix)

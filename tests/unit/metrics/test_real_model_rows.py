@@ -126,6 +126,26 @@ def test_arms_stand_against_the_one_that_is_named(make_arms, record, capsys):
     assert "'TBPO': no such arm among BF16, QaRL w4a16" in capsys.readouterr().err
 
 
+def test_arms_are_paired_with_answers_of_an_earlier_machine_which_keep_their_rows(make_arms, record):
+    arms = {"rollout-only w4a16": [1, 0, 0, 0], "QaRL w4a16, GSPO": [1, 1, 0, 0], "QaRL w4a16": [1, 1, 1, 0]}
+    earlier = make_arms("first", 1, arms=list(arms)[:2])
+    later = make_arms("second", 1, arms=list(arms)[2:])
+    for folder, arm in ((earlier, "rollout-only w4a16"), (earlier, "QaRL w4a16, GSPO"), (later, "QaRL w4a16")):
+        write_validation(folder / f"{arm}-seed1", STEPS, answers(arms[arm]))
+    record("real_model_runs", earlier, *NAMES)
+    (later / "QaRL w4a16-seed1" / "run.json").write_text(json.dumps({"hardware": "1x NVIDIA H100", "versions": {}}))
+    rows = record("real_model_runs", later, *NAMES, "--beside", earlier, "--over", "rollout-only w4a16")
+    ahead = {
+        name: (row.value, row.hardware) for name, row in rows.items() if name.endswith("_ahead_of_rollout_only_w4a16")
+    }
+    assert ahead == {
+        "real_m_d_qarl_w4a16_gspo_seed1_ahead_of_rollout_only_w4a16": (0.25, "1x NVIDIA H200"),
+        "real_m_d_qarl_w4a16_seed1_ahead_of_rollout_only_w4a16": (0.5, "1x NVIDIA H100"),
+    }
+    accuracy = rows["real_m_d_rollout_only_w4a16_seed1_test_accuracy"]
+    assert accuracy.hardware == "1x NVIDIA H200"
+
+
 def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arms, record, tmp_path):
     folder = make_arms("runs", 1, arms=["BF16", "rollout-only w4a16"])
     for path in folder.iterdir():
