@@ -5,6 +5,7 @@ Set QARL_MEGATRON_RESULTS to a file to keep the differences as rows of docs/resu
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,7 +55,7 @@ def train_megatron(run_dir: Path, *, ranks: int = 1, sizes=(), policy=None, **bl
     return without_clocks(read_metrics(run_dir))
 
 
-def test_ranks_listen_on_this_host_alone(tmp_path, monkeypatch):
+def test_ranks_listen_on_this_host_alone_and_failures_end_in_a_line(tmp_path, monkeypatch, capfd):
     from qarl_nemo.train.megatron.ranks import launch_ranks
 
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
@@ -63,6 +64,23 @@ def test_ranks_listen_on_this_host_alone(tmp_path, monkeypatch):
         # 127.0.0.1, as the kernel writes it
         assert json.loads((tmp_path / rank).read_text()) == {"sum": 2.0, "addresses": ["0100007F"]}
     assert launch_ranks(2, ["-m", "support.megatron.run_listening", str(tmp_path / "nowhere")]) == 1
+    said = capfd.readouterr().err
+    assert "FileNotFoundError" in said
+    assert "ChildFailedError" not in said
+    assert re.search(r"qarl: rank [01] ended with code 1, and the others were ended\n\Z", said)
+
+
+def test_what_ended_a_rank_is_named():
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from qarl_nemo.train.megatron.torchrun import ended
+
+    said = [ended(1, ProcessFailure(7, 7, code, "<N/A>")) for code in (2, -signal.SIGKILL, -signal.SIGSEGV)]
+    assert said == [
+        "rank 1 ended with code 2, and the others were ended",
+        "rank 1 was ended by SIGKILL, as the system does where memory is short, and the others were ended",
+        "rank 1 was ended by SIGSEGV, and the others were ended",
+    ]
 
 
 def test_ranks_that_are_told_to_end_save_and_go_on_to_the_same_metrics(tmp_path):

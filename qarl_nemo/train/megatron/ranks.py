@@ -29,6 +29,9 @@ from qarl_nemo.refit.exchange import broadcast_bytes, broadcast_plain, waiting_g
 from qarl_nemo.train.run_dir import RunToldError
 from qarl_nemo.train.stop_request import StopRequest
 
+_TORCHRUN = "qarl_nemo.train.megatron.torchrun"
+# Ranks of one host talk over its loopback. torchrun sets one thread a rank, too, but says so in four lines.
+_DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 # Names the file in which the ranks of `launch_ranks` find each other.
 _STORE = "QARL_RANKS_STORE"
 # Beside it, once the ranks are told to end.
@@ -48,16 +51,14 @@ def launch_ranks(ranks: int, program: Sequence[str], settings: Mapping[str, Any]
         settings: written into a file that no other command knows, which is the program's last argument.
 
     Returns:
-        The exit code: 0, that of a failed rank, after which the others were ended, or `RunToldError`'s where this
+        The exit code: 0, 1 where a rank failed, after which the others were ended, or `RunToldError`'s where this
         process or a rank was told to end.
     """
     with tempfile.TemporaryDirectory(prefix="qarl-ranks-") as folder:
         # torch's own rendezvous would listen on every interface.
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={folder}/launcher", "--rdzv-conf=store_type=file"]
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *meeting]
-        environment = (
-            {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ | {_STORE: f"{folder}/ranks"}
-        )
+        launch = [sys.executable, "-m", _TORCHRUN, "--nnodes=1", f"--nproc-per-node={ranks}", *meeting]
+        environment = _DEFAULTS | os.environ | {_STORE: f"{folder}/ranks"}
         if settings is not None:
             file = Path(folder) / "ranks.yaml"
             write_yaml(file, settings)
