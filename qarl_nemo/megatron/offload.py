@@ -5,6 +5,7 @@ tensors of a few MB, and each would be freed, allocated and copied by itself. So
 """
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 PIECE_BYTES = 2**28
 # Larger than what passing tensors leave free in memory that others keep reserved, so that each has memory of its own.
 GATHERED_BYTES = 2**31
+# A smaller rest of a piece is not worth a block and a copy of its own.
+_SMALLEST_BLOCK_BYTES = 2**20
 # What CUDA's allocator aligns to.
 _ALIGNMENT = 512
 # A step count, which several parameters may share, stays on the GPU.
@@ -135,17 +138,21 @@ class Offload:
             self._pieces.append(piece)
 
     def _reserve(self) -> None:
-        sizes = [part.numel() for part in self._parts()]
-        for index, size in enumerate(sizes):
-            if index == len(self._host):
-                self._host.append(_host_memory(size))
-            elif self._host[index].numel() < size:
-                self._host[index] = _host_memory(size)
-        del self._host[len(sizes) :]
+        sizes = [_rounded(part.numel()) for part in self._parts()]
+        missing, blocks = Counter(sizes), defaultdict[int, list[Tensor]](list)
+        for memory in self._host:
+            if missing[memory.numel()]:
+                missing[memory.numel()] -= 1
+                blocks[memory.numel()].append(memory)
+        # Another packing's blocks go before new ones come.
+        self._host = [memory for same in blocks.values() for memory in same]
+        for size in missing.elements():
+            blocks[size].append(_host_memory(size))
+        self._host = [blocks[size].pop(0) for size in sizes]
 
     def _parts(self) -> Iterator[Tensor]:
         for piece in self._pieces:
-            yield from piece.split(self._piece_bytes)
+            yield from piece.split(_block_sizes(piece.numel(), self._piece_bytes))
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for part, host in zip(self._parts(), self._host, strict=True):
@@ -263,12 +270,25 @@ def _groups(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]
     yield group
 
 
+def _block_sizes(num_bytes: int, most_bytes: int) -> list[int]:
+    """Divide a piece into powers of two, as which memory is pinned, so that little of it is wasted."""
+    sizes = []
+    while num_bytes > min(_SMALLEST_BLOCK_BYTES, most_bytes):
+        sizes.append(min(most_bytes, 1 << (num_bytes.bit_length() - 1)))
+        num_bytes -= sizes[-1]
+    return [*sizes, num_bytes] if num_bytes else sizes
+
+
+def _rounded(num_bytes: int) -> int:
+    # As CUDA pins it.
+    return 1 << (num_bytes - 1).bit_length()
+
+
 def _host_memory(num_bytes: int) -> Tensor:
-    rounded = 1 << (num_bytes - 1).bit_length()
     if torch.cuda.is_available():
         try:
-            return torch.empty(rounded, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             # The system pins no more.
             pass
-    return torch.empty(rounded, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8)

@@ -85,7 +85,8 @@ def host_memory(
     """
     experts, dense = rank_parameters(model, ranks)
     buffers = [BF16 * count for count in (experts, dense) if count]
-    # It leaves in pieces that waste nothing. One that is always there has Adam's FP32 state, gradients not counted.
+    # It leaves in blocks that waste next to nothing. On the host from the start it is Adam's FP32 state, without
+    # gradients.
     offloaded = learner.optimizer == "offloaded"
     state = replace(learner, optimizer="adam") if offloaded else learner
     optimizer = rank_memory(model, ranks, state).parts["optimizer"]

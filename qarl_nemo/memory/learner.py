@@ -311,9 +311,24 @@ def _layer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> tupl
         layer += BF16 * rows * (model.hidden + (2 if fmt else 3) * inner)
         # Gradients of the output rows and of SwiGLU's output and input, its weighted output, gradients of the rows.
         working += BF16 * rows * (2 * model.hidden + 4 * inner)
-        if fmt and fmt.is_quantized and not (learner.keep_operand and fmt.operand_bytes == BF16):
-            # The backward multiplies by the weight that ran, unpacked to BF16.
+        if fmt and _is_unpacked(learner, fmt):
             working += BF16 * model.expert_parameters / (ranks.ep * ranks.etp)
     else:
-        layer += BF16 * tokens * ranks.tp * 3 * model.inner / ranks.tp
+        layer += BF16 * tokens * 3 * model.inner
+        working += BF16 * _mlp_backward(model, ranks, learner, tokens)
     return layer, working
+
+
+def _mlp_backward(model: ModelSize, ranks: Parallelism, learner: Learner, tokens: float) -> float:
+    """Count what the backward of a dense MLP holds at once: at SwiGLU, or at fc1 behind it."""
+    fmt = learner.record if "mlp" in learner.targets else None
+    gradients = 2 * tokens * model.inner
+    # The weight that ran, unpacked, and its gradient, before this is added to the others.
+    weights = 0 if fmt is None else 1 + _is_unpacked(learner, fmt)
+    fc1 = 2 * model.inner * model.hidden / ranks.tp
+    return gradients + max(tokens * model.inner, weights * fc1)
+
+
+def _is_unpacked(learner: Learner, fmt: QuantFormat) -> bool:
+    """Tell whether the backward multiplies by a BF16 copy that it makes of the weight that ran."""
+    return fmt.is_quantized and not (learner.keep_operand and fmt.operand_bytes == BF16)

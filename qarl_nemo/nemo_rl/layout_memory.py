@@ -219,7 +219,7 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
     # Its other methods keep no second moment of each element.
     if name == "adaptive_muon" and moments == "adamuon":
         return "adam"
-    # SGD and Lion keep no more: master and momentum.
+    # SGD and Lion keep no second moment of the other parameters either, which this counts.
     if any(one in name for one in ("muon", "sgd", "lion")):
         return "muon"
     return "adam_bf16" if has_16_bit_moments(optimizer) else "adam"

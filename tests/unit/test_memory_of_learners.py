@@ -259,6 +259,22 @@ def test_a_dense_learner_keeps_its_mlp_packed():
     assert packed == 2 * 3 * 3072 * 1024 / 2
 
 
+def test_a_dense_backward_holds_the_mlps_gradients_or_the_weight_that_ran():
+    dense, tokens = ModelSize(2, 1024, 16, 8, 64, 1000, 3072), 4096
+
+    def working(tokens, **options):
+        return rank_memory(dense, Parallelism(1), Learner(tokens=tokens, logits=False, **options)).parts["working"]
+
+    # Gradients of the layer's output, input and residuals, and of SwiGLU's output and input.
+    expected = 2 * tokens * (4 * 1024 + 3 * 3072)
+    assert working(tokens, format=None) == working(tokens, format="w4a16", targets=("mlp",)) == expected
+    # Few tokens: fc1 unpacked, its gradient, and the gradient of its output.
+    fc1 = 2 * 2 * 3072 * 1024
+    assert working(1024, format="w4a16", targets=("mlp",)) == 2 * 1024 * (4 * 1024 + 2 * 3072) + 2 * fc1
+    kept = working(1024, format="w4a16", targets=("mlp",), keep_operand=True)
+    assert kept == max(2 * 1024 * (4 * 1024 + 3 * 3072), 2 * 1024 * (4 * 1024 + 2 * 3072) + fc1)
+
+
 def test_group_sizes_are_those_of_the_formats():
     for name in FORMAT_NAMES:
         legal = get_format(name).group_sizes

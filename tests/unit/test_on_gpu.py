@@ -135,12 +135,6 @@ def test_a_job_that_is_alone_is_no_client_of_the_others_service(started):
     assert (out / "a.txt").read_text() == f"1.0 {out / 'no_mps'}\n"
 
 
-def test_a_job_waits_for_the_one_it_comes_after(started, tmp_path):
-    first = {"name": "first", "run": f"sleep 0.5; touch {tmp_path}/made"}
-    second = {"name": "second", "run": f"test -e {tmp_path}/made", "after": "first"}
-    assert started(second, first)[:2] == (0, {"first": "passed", "second": "passed"})
-
-
 def test_jobs_start_as_far_as_the_hosts_memory_goes(started, capsys, tmp_path):
     # Each has a GPU of its own, and the host holds one of them at a time.
     run = f"mkdir {tmp_path}/here && sleep 0.5 && rmdir {tmp_path}/here"
@@ -221,9 +215,6 @@ def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     path = tmp_path / "list.yaml"
     path.write_text(yaml.safe_dump({"jobs": [job, job]}))
     with pytest.raises(ValueError, match="two jobs are called a"):
-        jobs.read_jobs(path)
-    path.write_text(yaml.safe_dump({"jobs": [job | {"after": "b"}]}))
-    with pytest.raises(ValueError, match="no job is called b, after which others come"):
         jobs.read_jobs(path)
     path.write_text(yaml.safe_dump({"jobs": [job | {"each": {"arm": ["x"], "seed": [1]}}]}))
     with pytest.raises(ValueError, match=r"run has no \{arm\}, \{seed\} for what `each` lists"):

@@ -30,7 +30,6 @@ class Job(StrictModel):
     seconds: float = Field(gt=0, description="as it took the last time, or a guess")
     alone: bool | Literal["host"] = Field(False, description="nothing else on its GPUs or host, so that figures count")
     one_of: str | None = Field(None, description="of the jobs with the same word here one runs at a time")
-    after: str | None = Field(None, description="the job that has to end before this one starts, if it is selected")
     each: dict[str, tuple[str | int, ...]] = Field({}, description="a job for each choice of values, {key} in `run`")
 
     @model_validator(mode="after")
@@ -85,8 +84,6 @@ def read_jobs(path: Path, select: str = "") -> list[Job]:
     if left_open := {place: job.name for job in jobs for place in _PLACE.findall(job.run)}:
         found = ", ".join(f"{{{place}}} ({name})" for place, name in left_open.items())
         raise ConfigError(f"{path}: nothing says what {found} stands for: add it to `texts`, or to the job's `each`")
-    if lost := sorted({job.after for job in jobs if job.after} - set(names)):
-        raise ConfigError(f"{path}: no job is called {', '.join(lost)}, after which others come")
     try:
         chosen = [job for job in jobs if re.search(select, job.name)]
     except re.error as error:

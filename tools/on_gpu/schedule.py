@@ -49,10 +49,9 @@ def next_job(
         return None
     words = {job.one_of for job in running} - {None}
     free_gib = host_gib - sum(job.host_gib for job in running)
-    not_ended = {job.name for job in [*waiting, *running]}
     open_gpus = sorted(gpus, key=lambda gpu: (len(gpu.jobs), -gpu.free_gib, gpu.index))
     for job in waiting:
-        if job.one_of in words or job.after in not_ended:
+        if job.one_of in words:
             continue
         if (job.alone == "host" and running) or job.host_gib > free_gib:
             return None

@@ -82,6 +82,28 @@ def test_each_cycle_carries_the_newest_values_through_the_same_host_memory():
     assert carrier.pageable_bytes < 2 * sum(tensor.nbytes for tensor in tensors)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 2**20, 2**20 + 512, 200 * 10**6, 2**28 - 512, 10**9 + 1])
+def test_a_piece_pins_hardly_more_than_it_has(num_bytes):
+    sizes = offload._block_sizes(num_bytes, offload.PIECE_BYTES)
+    assert sum(sizes) == num_bytes
+    assert max(sizes, default=0) <= offload.PIECE_BYTES
+    assert sum(map(offload._rounded, sizes)) - num_bytes < 2**20
+    # As one block, which is what PyTorch makes of it, a piece of an MLP's matrices would take a third more.
+    assert offload._rounded(200 * 10**6) > 1.3 * 200 * 10**6
+
+
+def test_another_packing_frees_the_blocks_that_it_does_not_use():
+    carrier = Offload(2**22)
+    for sizes in ([3 * 2**20] * 4, [5 * 2**20] * 2):
+        tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
+        expected = copies(tensors)
+        carrier.start_offload(tensors)
+        carrier.finish_offload()
+        assert carrier.pageable_bytes == sum(sizes)
+        carrier.finish_reload()
+        assert_same(tensors, expected)
+
+
 def test_gathered_tensors_keep_their_bits_and_may_leave_from_where_they_are():
     tensors, carrier = some_tensors(), Offload(PIECE)
     expected = copies(tensors)
