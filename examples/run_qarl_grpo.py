@@ -8,7 +8,6 @@ reward functions, and `setup`, which gets our policy workers, our refit and our 
 `--check` stops once the config is checked, before Ray starts, and says what would run.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -44,6 +43,8 @@ try:
     from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
     from qarl_nemo.nemo_rl.start_together import StartTogether
 except ImportError as error:
+    if {"-h", "--help"} & set(sys.argv):
+        upstream.launcher_arguments().parse_args(["--help"])
     sys.exit(f"{Path(sys.argv[0]).name}: {upstream.not_importable(error)}")
 
 _ROOT = Path(nemo_rl.__file__).parents[1]
@@ -99,15 +100,7 @@ def _run_launcher(launcher: Any) -> None:
 
 def _parse_arguments() -> bool:
     """Check what NeMo-RL's launcher will parse, and take `--check` away from it."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [-h] [--config FILE] [--check] [a.b=c ...]",
-        description="NeMo-RL's GRPO with quantized rollouts: docs/guide/nemo_rl.md.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", type=Path, help="a NeMo-RL recipe with a `qarl:` block")
-    parser.add_argument(
-        "--check", action="store_true", help="stop before Ray starts, and say what would run or conflicts"
-    )
+    parser = upstream.launcher_arguments()
     arguments, _ = parser.parse_known_args()
     if arguments.config and not arguments.config.is_file():
         sys.exit(f"{parser.prog}: --config {arguments.config}: no such file")

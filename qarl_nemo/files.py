@@ -196,6 +196,18 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
+def require_writable(path: Path) -> None:
+    """Refuse a folder that cannot be written to or made, and leave nothing behind.
+
+    Raises:
+        FileError: what should be a folder is a file, or it may not be written.
+    """
+    require_makeable(path)
+    nearest = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise FileError(f"{path} cannot be written to: permission denied; choose another place")
+
+
 def require_makeable(path: Path) -> None:
     """Refuse a place under a file, where nothing can be made.
 
@@ -220,9 +232,9 @@ def make_folder(path: Path, what: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"{path} cannot be made as {what}: {os_reason(error)}") from error
+        raise FileError(f"{path} cannot be made as {what}: {os_reason(error)}; choose another place") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise FileError(f"{path} cannot be used as {what}: permission denied")
+        raise FileError(f"{path} cannot be used as {what}: permission denied; choose another place")
 
 
 def require_space(folder: Path, needed_bytes: int, what: str) -> None:

@@ -117,6 +117,9 @@ def _in_order(path: Path) -> list[int]:
 def _hint(folder: Path) -> str:
     if (folder / CONFIG_FILE).is_file():
         return "; it is a Hugging Face model, which `qarl quantize` reads"
+    if models := sorted(folder.glob(f"checkpoints/step_*/model/{CONFIG_FILE}")):
+        newest = models[-1].parent
+        return f"; it is a run of qarl train, which holds Hugging Face models: qarl quantize {newest} DESTINATION"
     return folder_hint(folder)
 
 

@@ -94,6 +94,8 @@ def _idle_options(context: typer.Context, settings: "CompareSettings") -> list[s
         problems.append("--prompt-tokens is the length of random prompts, and --prompts names others; leave one out")
     if settings.engine == "packed" and "--gpu-memory-utilization" in given:
         problems.append("--gpu-memory-utilization is vLLM's share; leave it out, or set --engine vllm")
+    if settings.engine == "packed" and "--parallel" in given:
+        problems.append("--parallel starts vLLM engines beside each other; leave it out, or set --engine vllm")
     if not settings.layers and "--record-operators" in given:
         problems.append("--record-operators records what --layers measures; add --layers, or leave it out")
     return problems
@@ -101,14 +103,14 @@ def _idle_options(context: typer.Context, settings: "CompareSettings") -> list[s
 
 def _place_problems(checkpoint: Path, output: Path, *records: Path | None) -> list[str]:
     """Find places that cannot be written to before anything is measured."""
-    from qarl_nemo.files import make_folder
+    from qarl_nemo.files import require_writable
     from qarl_nemo.measure.compare.record import require_rows_of
 
     problems = []
     if output.is_file():
         problems.append(f"--output {output} is a file; name a folder")
     else:
-        attempt(problems, make_folder, output, "a folder for the comparison")
+        attempt(problems, require_writable, output)
     for path in filter(None, records):
         attempt(problems, require_rows_of, checkpoint, path)
     return problems

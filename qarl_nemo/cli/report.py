@@ -1,5 +1,6 @@
 """`qarl report`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -23,5 +24,8 @@ def report(
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--output {output}: the report is a page of HTML; name a file that ends in .html")
     # A comparison must not replace the first run's own report.
-    path = write_report(runs, output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")))
+    place = output or (runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
+    if output is None and not os.access(place.parent, os.W_OK) and place.parent.is_dir():
+        raise ValueError(f"{place} cannot be written: permission denied; --output FILE.html writes it elsewhere")
+    path = write_report(runs, place)
     typer.echo(f"report: {path}")

@@ -83,7 +83,7 @@ def _sees_gpu() -> bool:
 
 def _engines() -> Iterator[Finding]:
     wanted = {
-        "vllm": ("serve quantized checkpoints", pip_command("vllm")),
+        "vllm": ("serve quantized checkpoints", f"{pip_command('vllm')}, in an environment of its own"),
         "megatron-core": ("Megatron learner", pip_command("megatron")),
         "ray": ("several nodes", pip_command("nemo")),
     }

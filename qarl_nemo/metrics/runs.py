@@ -193,7 +193,7 @@ def _why_not_a_run(path: Path) -> str | None:
         return f"{path}: no such directory (looked for {CONFIG_FILE} or {METRICS_FILE} in it)"
     if any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE)) or nemo_rl_logs.is_nemo_rl_log(path):
         return None
-    inner = sorted(child.name for child in path.iterdir() if child.is_dir() and _why_not_a_run(child) is None)
+    inner = sorted(str(child) for child in path.iterdir() if child.is_dir() and _why_not_a_run(child) is None)
     found = f"; these folders in it are runs: {', '.join(inner)}" if inner else ""
     return f"{path}: has neither {CONFIG_FILE} nor {METRICS_FILE}, nor NeMo-RL's tensorboard/{found}"
 

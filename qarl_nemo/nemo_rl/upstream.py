@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+from argparse import ArgumentParser
 from pathlib import Path
 
 from qarl_nemo.config import ConfigError
@@ -35,6 +36,20 @@ FILES = {
     "nemo_rl/utils/config.py": "6ea2f21904b5",
     "nemo_rl/weight_sync/interfaces.py": "571efea10818",
 }
+
+
+def launcher_arguments() -> ArgumentParser:
+    """Return the parser of `examples/run_qarl_grpo.py`, whose help needs no NeMo-RL."""
+    parser = ArgumentParser(
+        usage="%(prog)s [-h] [--config FILE] [--check] [a.b=c ...]",
+        description="NeMo-RL's GRPO with quantized rollouts: docs/guide/nemo_rl.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a NeMo-RL recipe with a `qarl:` block")
+    parser.add_argument(
+        "--check", action="store_true", help="stop before Ray starts, and say what would run or conflicts"
+    )
+    return parser
 
 
 def not_importable(error: ImportError | AssertionError) -> str:

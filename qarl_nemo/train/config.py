@@ -257,10 +257,18 @@ class ArithmeticData(StrictModel):
     source: Literal["arithmetic"] = "arithmetic"
     digits: int = Field(2, ge=1, le=6)
     num_terms: int = Field(2, ge=2, le=16)
-    operators: str = Field("+", pattern=r"^[-+*]+$")
+    operators: str = "+"
     answer_digits: int = Field(1, ge=1, le=12, description="Answers are zero-padded to this many digits.")
     running_totals: bool = False
     """Answers list the total after each operator, `1+2+3=` -> `3 6`: longer responses that depend on themselves."""
+
+    @field_validator("operators")
+    @classmethod
+    def are_known(cls, operators: str) -> str:
+        """Require one or more of the three operators."""
+        if not operators or set(operators) - set("+-*"):
+            raise ValueError(f"{operators!r} is not made of +, - and *")
+        return operators
 
     @model_validator(mode="after")
     def totals_run_from_left_to_right(self) -> "ArithmeticData":

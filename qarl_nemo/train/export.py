@@ -68,7 +68,8 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
         ValueError: it is no such run.
     """
     if not (run / RUN_CONFIG).is_file():
-        hint = folder_hint(run) if is_trained_alone(run) or is_trained_alone(run / "model") else ""
+        alone = is_trained_alone(run) or is_trained_alone(run / "model")
+        hint = folder_hint(run) if alone or any(run.glob("*/checkpoints")) else ""
         raise FileError(f"{run} is no run of qarl train: it has no {RUN_CONFIG}{hint}")
     step = require_checkpoint(run)
     folder = checkpoint_dir(run, step) / "model"

@@ -22,7 +22,7 @@ from qarl_nemo.train.engine_attention import require_attention
 from qarl_nemo.train.megatron.checks import require_machine, require_model
 from qarl_nemo.train.model import is_packed, read_config, read_tokenizer
 from qarl_nemo.train.packed_base import require_packed_base
-from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt
+from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, longest_prompt, require_room_for_answers
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
 from qarl_nemo.train.run_dir import inspect_run_dir
 from qarl_nemo.train.setup import BASE_FOLDER, learner_device, require_engine
@@ -185,6 +185,7 @@ def _tasks(
         return None
     skip = getattr(config.data, "overlong_prompts", None) == "skip"
     skipped = catch(errors, limit_prompts, source, encode, longest, skip=skip)
+    catch(errors, require_room_for_answers, source, encode, config.rollout.max_new_tokens)
     return None if skipped is None else (source, encode, skipped)
 
 

@@ -1,5 +1,6 @@
 """Prompts as the model sees them: the tokenizer's chat template, and how long a prompt may be."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from qarl_nemo.train.config import LocalConfig, TokenizerConfig
 from qarl_nemo.train.tasks import TaskSource
 
 DEFAULT_TEMPLATE = "default"
-_MAX_QUOTED = 200
+_MAX_QUOTED, _NUM_ANSWERS = 200, 64
 
 
 class PromptEncoder:
@@ -177,6 +178,29 @@ def limit_prompts(source: TaskSource, encode: PromptEncoder, longest: int, *, sk
     if not any(source.tasks.values()):
         _require_short(source, encode, longest)
     return skipped
+
+
+def require_room_for_answers(source: TaskSource, encode: PromptEncoder, max_new_tokens: int) -> None:
+    """Refuse arithmetic most of whose answers are longer than a response may be.
+
+    Args:
+        source: the tasks.
+        encode: whose tokenizer counts.
+        max_new_tokens: the longest response, tokens.
+
+    Raises:
+        ValueError: it is so; hardly any response could earn a reward.
+    """
+    if any(source.tasks.values()):
+        return
+    answers = sorted((task.answer for task in source.train(1, _NUM_ANSWERS)), key=len)
+    lengths = list(map(len, encode.tokenizer(answers, add_special_tokens=False)["input_ids"]))
+    if statistics.median(lengths) > max_new_tokens:
+        raise ValueError(
+            f"most answers of data.source=arithmetic have more than rollout.max_new_tokens={max_new_tokens} tokens, "
+            f"such as {answers[-1]!r} with {lengths[-1]}, and a response that is cut off earns nothing; set "
+            f"rollout.max_new_tokens={max(lengths) + 1}, or data.digits, data.num_terms or data.answer_digits lower"
+        )
 
 
 def _require_short(source: TaskSource, encode: PromptEncoder, longest: int) -> None:

@@ -51,7 +51,10 @@ def read_adapter(folder: Path) -> SavedAdapter:
             against it is listed.
     """
     if not (folder / ADAPTER_CONFIG).exists():
-        raise FileError(f"{folder} is no PEFT folder: it has no {ADAPTER_CONFIG}{folder_hint(folder)}")
+        models = list(folder.glob("checkpoints/step_*/model"))
+        adapters = any((model / ADAPTER_CONFIG).exists() for model in models)
+        hint = folder_hint(folder) if adapters or not models else "; the run trained no adapters (policy.lora)"
+        raise FileError(f"{folder} is no PEFT folder: it has no {ADAPTER_CONFIG}{hint}")
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         require_file(folder / name, "a part of a PEFT adapter")
     config = read_json(folder / ADAPTER_CONFIG, "a PEFT adapter's config")

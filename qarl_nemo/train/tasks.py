@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from qarl_nemo.config.problems import SeveralProblemsError, attempt
 from qarl_nemo.data.benchmark_problems import benchmark_tasks
@@ -34,7 +34,7 @@ class TaskSource:
             problems: list[str] = []
             train = _read("data.train", config.train, problems)
             validation = _read("data.validation", config.validation or [], problems)
-            if problems:
+            if problems := problems or _split_problems(config):
                 raise SeveralProblemsError(problems)
             self.tasks["train"] = [task for tasks in train for task in tasks]
             in_turn = itertools.zip_longest(*validation)
@@ -81,6 +81,22 @@ def _read(key: str, datasets: Datasets | ValidationSets, problems: list[str]) ->
         problems += [f"{key}.{number}: {error}" if several else f"{key}: {error}" for error in own]
         read.append([replace(task, dataset=name) for task in tasks or ()])
     return read
+
+
+def _split_problems(config: DatasetsData) -> list[str]:
+    """Find files of which the config names several splits, though a single file is all of each."""
+    splits: dict[str, set[str]] = {}
+    for datasets in (config.train, config.validation or []):
+        for one in datasets if isinstance(datasets, list) else [datasets]:
+            if isinstance(one, DatasetConfig) and one.data_path and Path(one.data_path).is_file():
+                names = {part.partition("[")[0].strip() for part in one.split.split("+")}
+                splits.setdefault(one.data_path, set()).update(names)
+    return [
+        f"{path} is read as the splits {', '.join(sorted(names))}, but a file has none, and each would be all of it; "
+        f"cut it, such as split: train[:90%] and train[90%:], or name another file"
+        for path, names in splits.items()
+        if len(names) > 1
+    ]
 
 
 def _read_set(config: DatasetConfig | BenchmarkConfig) -> list[Task]:

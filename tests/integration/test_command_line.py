@@ -14,6 +14,23 @@ from support.runs import read_metrics, write_config
 REPOSITORY = Path(__file__).parents[2]
 
 
+def test_a_run_that_is_no_other_commands_input_is_named_with_what_is(qarl, tmp_path):
+    config = write_config(tmp_path / "run.yaml", tmp_path / "runs" / "a")
+    code, printed = qarl("train", config, "grpo.max_num_steps=1")
+    assert code == 0, printed
+    run = tmp_path / "runs" / "a"
+    model = run / "checkpoints" / "step_000001" / "model"
+    for arguments, said in (
+        (("convert", run, tmp_path / "out", "--hf-model", model), f"qarl quantize {model} DESTINATION"),
+        (("compare", model, "--adapter", run), "the run trained no adapters (policy.lora)"),
+        (("export", tmp_path / "runs", tmp_path / "out"), f"it holds 1 runs: name one of {run}"),
+        (("report", tmp_path / "runs"), f"these folders in it are runs: {run}"),
+    ):
+        code, printed = qarl(*arguments)
+        assert code == 2
+        assert said in printed, printed
+
+
 def test_train_runs_a_config_with_overrides_and_reports(qarl, tmp_path):
     config = write_config(tmp_path / "run.yaml", tmp_path / "run")
     code, printed = qarl("train", config, "grpo.max_num_steps=2", "qarl.targets=[experts,attention]")

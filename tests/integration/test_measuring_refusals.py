@@ -40,21 +40,29 @@ def test_options_without_effect_and_places_are_listed_with_the_rest(qarl, checkp
     prompts.write_bytes(b"1+1=\n\xff\n")
     file.touch()
     options = ["--prompts", prompts, "--prompt-tokens", 8, "--gpu-memory-utilization", 0.5, "--num-responses", 0]
+    options += ["--parallel", 2]
     options += ["--output", file / "out", "--record", file / "a.json", "--record-operators", file]
     code, printed = qarl("compare", checkpoint, *options)
     assert code == 2
     for text in (
-        "8 problem(s) with this comparison",
+        "9 problem(s) with this comparison",
         "--prompt-tokens is the length of random prompts, and --prompts names others",
         "--gpu-memory-utilization is vLLM's share; leave it out, or set --engine vllm",
+        "--parallel starts vLLM engines beside each other; leave it out, or set --engine vllm",
         "--record-operators records what --layers measures",
-        f"{file / 'out'} cannot be made as a folder for the comparison",
+        f"{file / 'out'} cannot be made: {file} is a file; choose another place",
         f"{file / 'a.json'} cannot be made: {file} is a file; choose another place",
         f"{file}: expected a JSON list of results, but it is not JSON",
         "num_responses=0 must be at least 1",
         f"{prompts}: expected a file of prompts, but it is not UTF-8: byte 0xff at position 5, in line 2",
     ):
         assert text in printed, printed
+
+
+def test_a_refused_comparison_leaves_no_folder(qarl, tmp_path):
+    code, printed = qarl("compare", tmp_path / "nowhere", "--output", tmp_path / "out")
+    assert code == 2, printed
+    assert not (tmp_path / "out").exists()
 
 
 def test_random_prompts_that_are_too_many_or_too_long_are_said_once(checkpoint):

@@ -125,7 +125,9 @@ def _choice_problems(settings: CompareSettings) -> list[str]:
     if settings.engine != "vllm":
         return problems + ["--layers looks into vLLM's operators; set --engine vllm"] * settings.layers
     if importlib.util.find_spec("vllm") is None:
-        problems.append(f"engine vllm needs vLLM in this environment: {pip_command('vllm')}, or use engine packed")
+        problems.append(
+            f"engine vllm needs vLLM: {pip_command('vllm')}, in an environment of its own, or use engine packed"
+        )
     if settings.precision != "bfloat16":
         problems.append(f"engine vllm serves bfloat16, not precision {settings.precision}")
     return problems

@@ -177,7 +177,7 @@ def _machine_problems(settings: RolloutSpeedSettings, device: str) -> list[str]:
         problem = vllm_problem(quantized=quantized)
         problems += [f"no GPU, and vLLM does not run on this CPU: {problem}"] if problem else []
     elif importlib.util.find_spec("vllm") is None:
-        problems.append(f"vLLM is missing in this environment: {pip_command('vllm')}")
+        problems.append(f"vLLM is missing: {pip_command('vllm')}, in an environment of its own")
     return problems
 
 

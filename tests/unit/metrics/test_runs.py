@@ -45,7 +45,7 @@ def test_everything_that_is_not_a_run_is_named_with_what_was_looked_for(tmp_path
     absent, empty, group, file = str(error.value).splitlines()[1:]
     assert "absent: no such directory (looked for config.yaml or metrics.jsonl" in absent
     assert empty.endswith("empty: has neither config.yaml nor metrics.jsonl, nor NeMo-RL's tensorboard/")
-    assert group.endswith("these folders in it are runs: inner")
+    assert group.endswith(f"these folders in it are runs: {tmp_path / 'group' / 'inner'}")
     assert file.endswith("metrics.jsonl: is a file; name the folder of its run")
     with pytest.raises(ValueError, match="no run directories given"):
         load_runs([])

@@ -35,6 +35,14 @@ def check(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=folder)
 
 
+def test_its_help_needs_no_nemo_rl(tmp_path):
+    program = [sys.executable, str(ROOT / "examples" / "run_qarl_grpo.py"), "--help"]
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "PATH": ""}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--check" in done.stdout
+
+
 NEEDS = ["nemo_rl/__init__.py", "nemo_rl/utils/config.py", "examples/run_grpo.py", "pynvml.py"]
 
 

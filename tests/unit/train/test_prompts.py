@@ -8,7 +8,7 @@ from qarl_nemo.data.problems import Task
 from qarl_nemo.train.banner import banner_lines
 from qarl_nemo.train.config import ArithmeticData, LocalConfig, TokenizerConfig
 from qarl_nemo.train.preflight import prepare
-from qarl_nemo.train.prompts import PromptEncoder, limit_prompts
+from qarl_nemo.train.prompts import PromptEncoder, limit_prompts, require_room_for_answers
 from qarl_nemo.train.tasks import TaskSource
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.files import write_jsonl
@@ -137,6 +137,28 @@ def test_arithmetic_that_leaves_no_room_for_the_response_is_an_error():
     assert limit_prompts(source, encoder(template=None), 6, skip=False) == {"train": 0, "validation": 0}
     with pytest.raises(ValueError, match=r"data\.source=arithmetic have 6 tokens \('\d\d.\d\d='\), .* room for 5"):
         limit_prompts(source, encoder(template=None), 5, skip=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_tokens", "answer"),
+    [
+        ({"digits": 5}, 4, r"'\d{5,6}' with [56], .*; set rollout.max_new_tokens=7"),
+        ({"digits": 3, "operators": "*"}, 4, r"'\d{6}' with 6, .*; set rollout.max_new_tokens=7"),
+        ({"digits": 1, "running_totals": True, "num_terms": 4}, 4, r"'\d+ \d+ \d+' with [5-8], .*; set rollout"),
+        ({"digits": 1}, 0, r"'\d\d' with 2, .*; set rollout.max_new_tokens=3"),
+    ],
+)
+def test_arithmetic_whose_answers_are_cut_off_is_an_error(settings, num_tokens, answer):
+    source = TaskSource(ArithmeticData(**settings), seed=0)
+    with pytest.raises(ValueError, match=rf"rollout.max_new_tokens={num_tokens} tokens, such as {answer}"):
+        require_room_for_answers(source, encoder(template=None), num_tokens)
+    require_room_for_answers(source, encoder(template=None), 12)
+
+
+def test_the_longest_arithmetic_answers_may_be_cut_off():
+    # Signs make some of them longer.
+    source = TaskSource(ArithmeticData(digits=2, operators="+-", answer_digits=3), seed=0)
+    require_room_for_answers(source, encoder(template=None), 3)
 
 
 def config(tmp_path, data, **blocks) -> LocalConfig:

@@ -33,6 +33,27 @@ def test_prompts_depend_on_seed_and_step_alone(data):
     assert TaskSource(data, seed=2).train(1, 4) != in_order[0]
 
 
+def test_a_file_is_not_read_as_several_splits(tmp_path):
+    path = write_jsonl(tmp_path / "ten.jsonl", [{"problem": f"p{n}", "answer": n} for n in range(10)])
+
+    def source(train, validation):
+        blocks = {"train": {"data_path": path, "split": train}, "validation": {"data_path": path, "split": validation}}
+        return TaskSource(DatasetsData(source="datasets", **blocks), seed=0)
+
+    for split in ("test", "test[:1]", "tset+train"):
+        with pytest.raises(ValueError, match=r"ten.jsonl is read as the splits .*train.*, but a file has none"):
+            source("train", split)
+    parts = source("train[:90%]", "train[90%:]")
+    assert [len(parts.tasks[key]) for key in ("train", "validation")] == [9, 1]
+    # A dot does not make a file of a folder.
+    (tmp_path / "v1.0").mkdir()
+    folder = {"data_path": str(tmp_path / "v1.0")}
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / "v1.0" / f"{name}.jsonl", [{"problem": name, "answer": 1}])
+    both = DatasetsData(source="datasets", train=folder, validation=folder | {"split": "test"})
+    assert TaskSource(both, seed=0).tasks["validation"][0].prompt == "test"
+
+
 def test_streams_differ(data):
     source = TaskSource(data, seed=1)
     assert source.train(1, 8) != source.train(1, 8, stream="warm_start")
