@@ -203,7 +203,7 @@ def require_writable(path: Path) -> None:
         FileError: what should be a folder is a file, or it may not be written.
     """
     require_makeable(path)
-    nearest = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise FileError(f"{path} cannot be written to: permission denied; choose another place")
 

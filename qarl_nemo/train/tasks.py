@@ -93,7 +93,7 @@ def _split_problems(config: DatasetsData) -> list[str]:
                 splits.setdefault(one.data_path, set()).update(names)
     return [
         f"{path} is read as the splits {', '.join(sorted(names))}, but a file has none, and each would be all of it; "
-        f"cut it, such as split: train[:90%] and train[90%:], or name another file"
+        "cut it, such as split: train[:90%] and train[90%:], or name another file"
         for path, names in splits.items()
         if len(names) > 1
     ]

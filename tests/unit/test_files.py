@@ -9,7 +9,16 @@ import threading
 
 import pytest
 
-from qarl_nemo.files import FileError, exclusive, read_json, readable_bytes, require_free, require_space, write_atomic
+from qarl_nemo.files import (
+    FileError,
+    exclusive,
+    read_json,
+    readable_bytes,
+    require_free,
+    require_space,
+    require_writable,
+    write_atomic,
+)
 
 HOLD = """
 import pathlib, sys
@@ -59,6 +68,20 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(FileError, match="taken cannot be written"):
         write_atomic(tmp_path / "taken", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "new" / "folder"):
+        require_writable(place)
+    with pytest.raises(FileError, match=r"file is a file; choose another place"):
+        require_writable(tmp_path / "file" / "folder")
+    # Tests may run as root, who may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for place in (tmp_path, tmp_path / "new" / "folder"):
+        with pytest.raises(FileError, match="permission denied; choose another place"):
+            require_writable(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_space_is_required_before_anything_is_written(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from qarl_nemo.cli.configs import configs
 from qarl_nemo.config import load_config
-from qarl_nemo.installation import find_config, pip_command, shipped_configs
+from qarl_nemo.installation import find_config, pip_command, shipped_configs, vllm_command
 from qarl_nemo.train.config import LocalConfig
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,7 @@ def test_a_checkout_runs_its_own_examples_by_name(tmp_path, monkeypatch):
     (tmp_path / "demo").write_text("mine")
     assert find_config(Path("demo")) == Path("demo"), "a file comes first"
     assert pip_command("vllm") == "pip install -e '.[vllm]'"
+    assert vllm_command() == "pip install -e '.[vllm]', in an environment of its own"
 
 
 @pytest.mark.parametrize("given", ["demmo", "elsewhere/demo.yaml"])

@@ -13,7 +13,7 @@ from qarl_formats import BASELINE, QuantFormat, find_format, get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.checkpoints.content import require_whole
 from qarl_nemo.config.problems import attempt
-from qarl_nemo.installation import pip_command
+from qarl_nemo.installation import vllm_command
 from qarl_nemo.layers.install import install
 from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.compare.prompts import make_prompts
@@ -125,9 +125,7 @@ def _choice_problems(settings: CompareSettings) -> list[str]:
     if settings.engine != "vllm":
         return problems + ["--layers looks into vLLM's operators; set --engine vllm"] * settings.layers
     if importlib.util.find_spec("vllm") is None:
-        problems.append(
-            f"engine vllm needs vLLM: {pip_command('vllm')}, in an environment of its own, or use engine packed"
-        )
+        problems.append(f"engine vllm needs vLLM: {vllm_command()}, or use engine packed")
     if settings.precision != "bfloat16":
         problems.append(f"engine vllm serves bfloat16, not precision {settings.precision}")
     return problems

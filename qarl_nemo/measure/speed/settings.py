@@ -21,7 +21,7 @@ from qarl_formats import (
     why_impossible,
 )
 from qarl_nemo.config.problems import attempt
-from qarl_nemo.installation import installed_version, pip_command
+from qarl_nemo.installation import installed_version, vllm_command
 from qarl_nemo.measure.checks import count_problems, share_problems
 from qarl_nemo.measure.speed.shapes import ModelShapes, read_shapes, shape_refusals
 from qarl_nemo.metrics.machine import hardware
@@ -177,7 +177,7 @@ def _machine_problems(settings: RolloutSpeedSettings, device: str) -> list[str]:
         problem = vllm_problem(quantized=quantized)
         problems += [f"no GPU, and vLLM does not run on this CPU: {problem}"] if problem else []
     elif importlib.util.find_spec("vllm") is None:
-        problems.append(f"vLLM is missing: {pip_command('vllm')}, in an environment of its own")
+        problems.append(f"vLLM is missing: {vllm_command()}")
     return problems
 
 

