@@ -62,7 +62,7 @@ ON_FOUR = [
     *("nemo_rl_best_a", "nemo_rl_best_a_even", "nemo_rl_best_beside_a_even", "nemo_rl_best_newest_a", "nemo_rl_a"),
 ]
 # Which miss the goal, as the page says, and by how much at most.
-MISSED = {"w4a8_a": 0.065}
+MISSED = {"w4a8_a": 0.065, "w4a16_linear_1_a12_1gpu": 0.07}
 
 
 @pytest.mark.parametrize(("arm", "name"), ON_TWO)
@@ -86,10 +86,12 @@ def test_a_host_of_four_gpus_holds_what_is_computed(arm, phase):
     assert (sum(parts.values()) - parts["processes"]) / GIB != pytest.approx(row, rel=MOST)
 
 
-# Runs since ours forget, with their layers and GPUs; the constants were fitted before the last six, and before those
-# with more answers, ran.
+# Runs since ours forget, with their layers and GPUs; the constants were fitted before the last six, those with
+# more answers and the pair on one GPU, ran.
 FORGETFUL = [
     ("w4a16_a12_1gpu", "w4a16", 12, 1),
+    ("w4a16_linear_1_a12_1gpu", "w4a16", 12, 1),
+    ("w4a16_linear_0_a12_1gpu", "w4a16", 12, 1),
     ("w4a16_a12_2gpu", "w4a16", 12, 2),
     ("fp8_block_a24", "fp8_block", 24, 2),
     ("bf16_second_a24", "bf16", 24, 2),
@@ -123,7 +125,7 @@ def forgetful(name: str, layers: int, gpus: int, *, engines_forget: bool = True)
 @pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update", "refit"])
 def test_engines_that_forget_leave_nothing_on_a_host(arm, name, layers, gpus, phase):
     row = measured()[f"full_memory_host_gib_{phase}_{arm}"]
-    assert forgetful(name, layers, gpus) == pytest.approx(row, rel=MOST)
+    assert forgetful(name, layers, gpus) == pytest.approx(row, rel=MISSED.get(arm, MOST))
     assert forgetful(name, layers, gpus, engines_forget=False) > 1.2 * row
 
 
