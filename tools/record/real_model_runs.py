@@ -84,14 +84,26 @@ def whole_runs(folder: Path, num_steps: int | None = None) -> list[Run]:
     Args:
         folder: holds their run directories.
         num_steps: as many steps of each are read, and are enough; None = all that its config asks for.
+
+    Raises:
+        SystemExit: a config does not say how many steps, as those kept in docs/results do not.
     """
     whole = []
     for run in (load_run(path.parent) for path in sorted(folder.glob("*/metrics.jsonl"))):
-        if len(run.steps) >= (wanted := num_steps or run.setting("grpo.max_num_steps")):
+        wanted = num_steps or run.setting("grpo.max_num_steps")
+        if wanted is None:
+            raise SystemExit(f"{run.path}: its config has no grpo.max_num_steps, as a run's own has; set --steps")
+        if len(run.steps) >= wanted:
             whole.append(_first_steps(run, wanted))
         else:
             print(f"{run.name}: left out, {len(run.steps)} of {wanted} steps")
     return whole
+
+
+def _runs_beside(folder: Path, num_steps: int | None) -> list[Run]:
+    if not any(folder.glob("*/validation/*.jsonl")):
+        raise SystemExit(f"--beside {folder}: none of its runs kept its answers, so there is nothing to pair with")
+    return whole_runs(folder, num_steps)
 
 
 def _first_steps(run: Run, num_steps: int) -> Run:
@@ -170,7 +182,7 @@ def main() -> None:
         parser.error(f"--steps {arguments.steps}: set 1 or more")
     whole, config = whole_runs(arguments.folder, arguments.steps), arguments.folder.resolve().name
     prefix = f"real_{arguments.model}_{arguments.data}"
-    answered = whole + (whole_runs(arguments.beside, arguments.steps) if arguments.beside else [])
+    answered = whole + (_runs_beside(arguments.beside, arguments.steps) if arguments.beside else [])
     if arguments.over and arguments.over not in (arms := sorted({run.arm for run in answered})):
         parser.error(f"--over {arguments.over!r}: no such arm among {', '.join(arms) or 'none'}")
     differences = answer_differences(answered, prefix, arguments.over)

@@ -146,6 +146,16 @@ def test_arms_are_paired_with_answers_of_an_earlier_machine_which_keep_their_row
     assert accuracy.hardware == "1x NVIDIA H200"
 
 
+def test_kept_rewards_are_neither_whole_runs_nor_answers_to_pair_with(make_arms, record):
+    whole, kept = make_arms("whole", 1, arms=["BF16"]), make_arms("kept", 1, arms=["BF16"])
+    config = kept / "BF16-seed1" / "config.yaml"
+    write_yaml(config, {key: value for key, value in read_yaml(config).items() if key != "grpo"})
+    with pytest.raises(SystemExit, match="BF16-seed1: its config has no grpo.max_num_steps, .*set --steps"):
+        record("real_model_runs", kept, *NAMES)
+    with pytest.raises(SystemExit, match="none of its runs kept its answers"):
+        record("real_model_runs", whole, *NAMES, "--beside", kept)
+
+
 def test_runs_that_were_stopped_are_recorded_to_a_step_that_all_reached(make_arms, record, tmp_path):
     folder = make_arms("runs", 1, arms=["BF16", "rollout-only w4a16"])
     for path in folder.iterdir():
