@@ -1,6 +1,7 @@
 """Rewrites what math-verify's parser misreads in responses and answers, so that it finds what their authors meant."""
 
 import re
+from decimal import Decimal
 from itertools import pairwise
 
 # A dollar sign that opens LaTeX, not an amount of money.
@@ -8,8 +9,15 @@ _LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 # The sign of an amount, with the letters of its currency: US$5.
 _MONEY = re.compile(r"[A-Z]{0,3}\\?\$")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-# Boxes with no more than this between them are one answer of several parts.
-_BETWEEN = re.compile(r"[\s$,;]*(?:and|or)?[\s$,;]*")
+# The parser knows a box by its name and brace alone, without space between them.
+_BOX_SPACE = re.compile(r"(?<=\\boxed)\s+(?=\{)")
+# Boxes with no more than this between them are one answer of several parts. A blank takes all it can: with two ways to
+# read a gap, a long one would take for ever.
+_BLANK = r"(?:[\s$,;~*]|\\[()\[\],;:! ]|\\q?quad(?![a-z]))*+"
+_AND = r"(?:and|or)|\\(?:text|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}"
+_BETWEEN = re.compile(rf"{_BLANK}(?:{_AND})?{_BLANK}")
+# After a comma the parser takes either word for the end of the answer, as it does Markdown's stars.
+_COMMA_AND = re.compile(rf",\s*(?:{_AND})")
 # The parser takes a full stop before the last closing brace for a part of the answer.
 _STOP = re.compile(r"\.\s*((?:\}\s*)*)\Z")
 # Space below a matrix's row, which the parser takes for factors of the next one.
@@ -21,7 +29,9 @@ _THOUSANDS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d{3}(?!\d))")
 # `2 1/2`, which the parser takes for (2 + 1) / 2.
 _MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,9})(?:\s*\\[,;: ]\s*|[ ~]+)(\d{1,9})/(\d{1,9})(?![\w/^]|[.,]\d)")
 # A number as programs write it, which the parser knows with a capital E alone; `2e-1` may as well be 2 e - 1.
-_EXPONENT = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=e(?:\d|[+-]0)))e(?=[+-]?\d+(?![\w^]))")
+_EXPONENT = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=e(?:\d|[+-]0)))e([+-]?\d+)(?![\w^])")
+# Outside of LaTeX the parser knows no exponents: up to so many digits they are written out.
+_MOST_DIGITS = 40
 
 
 def response_text(response: str) -> str:
@@ -30,7 +40,7 @@ def response_text(response: str) -> str:
     Args:
         response: as it was sampled.
     """
-    return _without_stop(_last_boxes_alone(_numbers(response)))
+    return _without_stop(_last_boxes_alone(_numbers(_BOX_SPACE.sub("", response))))
 
 
 def answer_text(answer: str) -> str:
@@ -54,7 +64,14 @@ def amount_text(answer: str) -> str:
 
 def _numbers(text: str) -> str:
     text = _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", text))
-    return _EXPONENT.sub(r"\1E", _MIXED.sub(_as_fraction, _THOUSANDS.sub("", text)))
+    return _EXPONENT.sub(_written_out, _MIXED.sub(_as_fraction, _THOUSANDS.sub("", text)))
+
+
+def _written_out(number: re.Match[str]) -> str:
+    digits, exponent = number.groups()
+    if len(exponent) > 3 or abs(int(exponent)) > _MOST_DIGITS:
+        return f"{digits}E{exponent}"
+    return f"{Decimal(f'{digits}e{exponent}'):f}"
 
 
 def _as_fraction(mixed: re.Match[str]) -> str:
@@ -70,6 +87,8 @@ def _last_boxes_alone(text: str) -> str:
         if not _BETWEEN.fullmatch(text, end + 1, start):
             break
         first -= 1
+    for (_, end), (start, _) in reversed(list(pairwise(boxes[max(first, 0) :]))):
+        text = text[: end + 1] + _COMMA_AND.sub(",", text[end + 1 : start].replace("*", "")) + text[start:]
     for start, _ in reversed(boxes[: max(first, 0)]):
         text = text[:start] + text[start + len("\\boxed") :]
     return text

@@ -28,6 +28,8 @@ _WORTH_SHARING = 100_000
 _MOST_PROCESSES = 4
 # A number below the first is the same as another if they differ by less than this share of it.
 _SMALL, _SAME = 1e-3, 1e-3
+# What sums of roots may be off where zero is right.
+_ZERO = 1e-12
 
 
 def reward(response: str, answer: str) -> float:
@@ -112,10 +114,10 @@ def _verified(response: str, answer: str) -> float:
 def _is_small_and_apart(gold: list[Any], found: list[Any]) -> bool:
     """Tell two small numbers apart: math-verify rounds to six decimals, and drops what is below 1e-15."""
     wanted = _number(gold)
-    if wanted is None or not 0 < abs(wanted) < _SMALL:
+    if wanted is None or not abs(wanted) < _SMALL:
         return False
     given = _number(found)
-    return given is not None and abs(given - wanted) > _SAME * abs(wanted)
+    return given is not None and abs(given - wanted) > (_SAME * abs(wanted) or _ZERO)
 
 
 def _number(candidates: list[Any]) -> complex | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl_nemo import verify
+from qarl_nemo import answer_text, verify
 from qarl_nemo.data.benchmark_fields import Problem
 from qarl_nemo.data.benchmarks import Benchmark
 from qarl_nemo.data.config import BenchmarkConfig, DatasetConfig
@@ -31,7 +31,10 @@ _LETTER = rf"(?:(?i:option|choice)\s*)?\(?({_EITHER})\)?(?![\w'])"
 _MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s:*${`\"\[])*"
 # A box that was cut off ends with the response; in braces at most four deep.
 _BOX = re.compile(rf"\\boxed\s*\{{({_in_braces(4)})")
-_BOX_MARKUP = re.compile(r"\\boxed\s*|\\(?:text|math|rm|bf)[a-z]*|\\[()\[\]{},;:! ]|[{}$*~`\"\[\]]")
+_BOX_MARKUP = re.compile(
+    r"\\boxed\s*|\\(?:text|math|rm|bf|bm|boldsymbol|underline|displaystyle|large|operatorname)[a-z]*"
+    r"|\\[()\[\]{},;:! ]|[{}$*~`\"\[\]]"
+)
 # Spaces that markup leaves: (\text{C}).
 _IN_PARENTHESES = re.compile(r"(?<=\()\s+|(?<!\s)\s+(?=\))")
 # What joins letters takes all space between them: with two ways to read each gap, a long list would take for ever.
@@ -40,7 +43,9 @@ _JOINED = r"\)?(?:[\s,;/&+|\\]|\b(?:and|or)\b)+"
 # A small letter alone, or with what follows an option's letter: `a dog` and `x = 3` choose nothing.
 _SMALL = r"[a-z](?=\s*(?:[).:,;/&]|(?:and|or)\b|$))"
 # Not the article or pronoun before a word, nor the variable of a formula: `A dog` and `F = 20` choose nothing either.
-_CAPITAL = r"(?:[B-HJ-Z]|[AI](?!\s+(?!(?:and|or|is|because|since)\b)[a-z]))(?!\s*[=^<>+])"
+_CAPITAL = (
+    r"(?:[B-HJ-Z]|[AI](?!\s+(?!(?:and|or|is|because|since)\b)[a-z]))(?!\s*(?:[=^<>+]|\\(?:approx|propto|times|cdot)))"
+)
 _BOXED_LETTER = re.compile(rf"\s*{_NAMED}({_CAPITAL}|{_SMALL})(?![\w'])")
 # Alone in the box: `(C) V = IR` is one option with its text.
 _BOXED_LETTERS = re.compile(
@@ -154,7 +159,7 @@ def are_right(benchmark: Benchmark, responses: Sequence[str], answers: Sequence[
 def checker() -> str:
     """Return what tells one version of `are_right` from another: a digest of its code and its libraries' versions."""
     found = hashlib.sha256()
-    for module in (__file__, verify.__file__):
+    for module in (__file__, verify.__file__, answer_text.__file__):
         found.update(Path(module).read_bytes())
     for library in ("math-verify", "latex2sympy2-extended", "sympy"):
         found.update(f"{library} {installed_version(library)}\n".encode())

@@ -9,7 +9,7 @@ from typing import Any
 
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import NAMED
-from qarl_nemo.files import FileError, load_json, text_lines
+from qarl_nemo.files import FileError, load_json, read_words, text_lines
 from qarl_nemo.installation import pip_command
 
 # What `datasets` calls the readers of single files.
@@ -33,6 +33,8 @@ def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
     path = local_file(config)
     if path is not None and path.suffix == ".jsonl":
         yield from _lines(path, config.split)
+    elif path is not None and path.suffix == ".json":
+        yield from _json(path, config.split)
     else:
         for number, record in enumerate(_load_dataset(config, path), start=1):
             yield f"record {number}", record
@@ -78,13 +80,41 @@ def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     for number, line in [line for part in _parts(path, split, len(lines)) for line in lines[part]]:
         record: Any
         try:
-            record = load_json(line)
-            if "\\ud" in line.lower():
-                # Half of a surrogate pair is legal JSON, and no text.
-                json.dumps(record, ensure_ascii=False).encode()
+            record = _value(line)
         except ValueError as error:
             record = error
         yield f"line {number}", record
+
+
+def _json(path: Path, split: str) -> Iterator[tuple[str, Any]]:
+    """Read a list, one object, or lines; `datasets` would round large integers, and make days of texts."""
+    text = read_words(path, "JSON data")
+    try:
+        value = _value(text)
+    except ValueError as error:
+        first, _, rest = text.lstrip().partition("\n")
+        if not rest.strip() or not _is_object(first):
+            raise FileError(f"data file {path} is not JSON: {error}") from error
+        yield from _lines(path, split)
+        return
+    records = list(enumerate(value if isinstance(value, list) else [value], start=1))
+    for number, record in [record for part in _parts(path, split, len(records)) for record in records[part]]:
+        yield f"record {number}", record
+
+
+def _value(text: str) -> Any:
+    value = load_json(text)
+    if "\\ud" in text.lower():
+        # Half of a surrogate pair is legal JSON, and no text.
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(load_json(line), dict)
+    except ValueError:
+        return False
 
 
 def _parts(path: Path, split: str, num_records: int) -> list[slice]:

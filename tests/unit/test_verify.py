@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from math_verify.errors import TimeoutException
 
 from qarl_nemo import verify
+from qarl_nemo.answer_text import response_text
 from qarl_nemo.verify import reward, rewards
 
 
@@ -39,6 +40,12 @@ from qarl_nemo.verify import reward, rewards
         (r"\boxed{3 \boxed{5}} is $\boxed{4}$", "4"),
         (r"\boxed{3} and \boxed{5}.", "3, 5"),
         (r"$\boxed{3}$, $\boxed{5}$", "3, 5"),
+        (r"\(\boxed{3}\) and \(\boxed{5}\)", "3, 5"),
+        (r"\[\boxed{x = 3} \quad \text{or} \quad \boxed{x = 5}\]", "3, 5"),
+        (r"$\boxed{3}\text{, and }\boxed{5}$", "3, 5"),
+        (r"$\boxed{3}$, $\boxed{4}$, and $\boxed{5}$", "3, 4, 5"),
+        (r"**$\boxed{3}$** and **$\boxed{5}$**", "3, 5"),
+        ("First \\boxed{3}. Then \\boxed\n{5}.", "5"),
         (r"it is \boxed{2, and \boxed{5}", "5"),
         ("The answer is 18.", "18."),
         (" True\n", "True"),
@@ -53,6 +60,9 @@ from qarl_nemo.verify import reward, rewards
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 2/5 \end{pmatrix}"),
         (r"$\boxed{12\,500}$", "12500"),
         (r"\boxed{1.5e3}", "1500"),
+        ("The answer is 2.5e3.", "2500"),
+        ("1.5e-7", "1.5e-07"),
+        (r"\boxed{1.5e60}", "1.5e60"),
         (r"\boxed{1.5 \times 10^{-7}}", "1.5e-07"),
         (r"\boxed{0.00001}", "1e-05"),
         (r"\boxed{2e - 1}", "2e-1"),
@@ -91,7 +101,10 @@ def test_right_answers(response, answer):
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", r"\begin{pmatrix} 1/5 \\ 3/5 \end{pmatrix}"),
         (r"$\boxed{\frac{1}{5} \begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", "0.0001"),
         (r"$\boxed{12\,000}$", "0"),
+        (r"$\boxed{3}$, and $\boxed{5}$", "5"),
+        (r"\(\boxed{3}\) and \(\boxed{5}\)", "5"),
         (r"\boxed{0.2}", "2e-1"),
+        ("The answer is 2.5e3.", "2.5"),
         (r"\boxed{1.6e-07}", "1.5e-07"),
     ],
 )
@@ -170,3 +183,11 @@ def test_small_numbers_are_compared_by_their_own_digits():
     for wrong in ("0", r"3.5 \times 10^{-27}", r"3.6 \times 10^{-19}", r"-3.5 \times 10^{-19}"):
         assert reward(rf"It is $\boxed{{{wrong}}}$.", answer) == 0.0
     assert reward(r"It is $\boxed{0.333333}$.", r"\frac{1}{3}") == 1.0
+    assert reward(r"It is $\boxed{-0.0000004}$.", "0.0") == 0.0
+    assert reward(r"It is $\boxed{\sqrt{2}\sqrt{2} - 2}$.", "0.0") == 1.0
+
+
+def test_a_long_gap_between_boxes_is_read_once():
+    """Read in two ways it would take minutes, beside math-verify's own limit of time."""
+    for gap in ("$$", ", ", r"\quad "):
+        assert response_text(rf"\boxed{{1}}{gap * 200_000}x \boxed{{2}}").startswith("{1}")

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from qarl_nemo.data.benchmark_problems import are_right, benchmark_tasks, chosen_letter, is_right, read_problems
+from qarl_nemo import answer_text, verify
+from qarl_nemo.data.benchmark_problems import (
+    are_right,
+    benchmark_tasks,
+    checker,
+    is_right,
+    read_problems,
+)
 from qarl_nemo.data.benchmarks import BENCHMARKS, find_benchmarks, with_prompt
 from qarl_nemo.data.config import BenchmarkConfig
 from qarl_nemo.files import FileError
@@ -197,130 +204,13 @@ def test_a_missing_copy_says_how_one_is_named(tmp_path):
         read_problems(BENCHMARKS["gsm8k"], tmp_path / "none.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("response", "letter"),
-    [
-        (r"So \boxed{B}.", "B"),
-        (r"\boxed{\textit{B}}", "B"),
-        (r"\boxed{{\mathrm{(B)}}}", "B"),
-        (r"\boxed{{\mathbf{\text{{B}}}}}", "B"),
-        (r"Answer: \(B\)", "B"),
-        (r"The answer is $\text{B}$.", "B"),
-        (r"\boxed{\frac{A}{B}}", None),
-        (r"First \boxed{A}, no: $\boxed{\text{(C)}}$", "C"),
-        (r"\boxed{D. water}", "D"),
-        (r"\boxed{A. vitamin C}", "A"),
-        (r"\boxed{D, a prime}", "D"),
-        (r"\boxed{A}, and B is wrong", "A"),
-        (r"\boxed{C", "C"),
-        (r"\boxed{b}", "B"),
-        (r"\boxed{\text{(b)}}", "B"),
-        (r"\boxed{b) water}", "B"),
-        (r"\boxed{a dog}", None),
-        (r"\boxed{x = 3}", None),
-        (r"\boxed{\text{A thermometer}}", None),
-        (r"The answer is B: \boxed{A thermometer}", "B"),
-        (r"\boxed{F = 20\text{ N}}", None),
-        (r"\boxed{(C) thermometer}", "C"),
-        (r"\boxed{A is right}", "A"),
-        (r"\boxed{A}thermometer", "A"),
-        (r"\boxed{A, C}", None),
-        (r"\boxed{A and C}", None),
-        (r"\boxed{A C}", None),
-        (r"\boxed{\text{A}, \text{C}}", None),
-        (r"\boxed{A \text{ or } C}", None),
-        (r"\boxed{(A), (C)}", None),
-        (r"\boxed{Option A / Option C}", None),
-        (r"\boxed{a, c}", None),
-        (r"The answer is A, or at best \boxed{A \& C}", None),
-        (r"\boxed{A, B, and D}", None),
-        (r"\boxed{\text{options (A) and (C)}.}", None),
-        (r"\boxed{(C) V = IR}", "C"),
-        (r"\boxed{(\text{C})}", "C"),
-        (r"\boxed{(\text{A}), (\text{C})}", None),
-        (r"\boxed{C) E = mc^2}", "C"),
-        (r"\boxed{(C)\ N = 5}", "C"),
-        (r"\boxed{(C) I and II only}", "C"),
-        (r"\boxed{C) X-ray}", "C"),
-        (r"\boxed{\mathbf{(C)}~ I \text{ only}}", "C"),
-        (r"\boxed{(D) A gas}", "D"),
-        (r"\boxed{(J) I only}", "J"),
-        (r"\boxed{B, I think}", "B"),
-        (r"\boxed{\boxed{C}}", "C"),
-        (r"\boxed{\boxed{A}, \boxed{C}}", None),
-        (r"The answer is B so \boxed{x}", "B"),
-        (r"The answer is A, I thought, but \boxed{(b)}", "B"),
-        (r"It is not said, so \boxed{x}", "X"),
-        (r"\boxed{options}", None),
-        ("The answer is (B).", "B"),
-        ("**Answer: C**", "C"),
-        ("answer is **D**", "D"),
-        ("B", "B"),
-        (" (A). ", "A"),
-        (r"The answer is A, I thought, but \boxed{B}", "B"),
-        ("The correct option is: C", "C"),
-        ("So the answer is option D.", "D"),
-        (r"\boxed{\text{Option B}}", "B"),
-        ("The answer is:\n\nB. water", "B"),
-        ("A or C", None),
-        ("The answer is A or C", None),
-        ("the answer is (A) or (C).", None),
-        ("The answer is $\\text{A}$ or $\\text{C}$.", None),
-        ("**Answer: A** or **C**", None),
-        (r"Answer: \(A\), \(C\)", None),
-        ("The answer is A, B, or D.", None),
-        ("The answer is A/C", None),
-        ("The answer is A and C, because both are wet", None),
-        ("The answer is B. No, the answer is either A or C.", None),
-        ("The answer is A or C. Of these, the answer is C.", "C"),
-        ("B is wrong, A or D would be dry, so the answer is C", "C"),
-        ("The answer is C, not A or B.", "C"),
-        ("The answer is C, and A is wrong", "C"),
-        ("The answer is C; A and B are wrong", "C"),
-        ("The answer is C (A or B would be dry)", "C"),
-        ("The answer is C, A contradicts the law", "C"),
-        ("The answer is B, I think", "B"),
-        ("The answer is B and I am sure", "B"),
-        ("The answer is B or I am mistaken", "B"),
-        ("The answer is B, C-14 decays", "B"),
-        ("The answer is C or (C).", "C"),
-        ("The answer is C.\n\nA. Sand is dry", "C"),
-        ("Let us analyze each option:\n\nA. Sand is dry", None),
-        ("Let us look at each answer:\n\n**A. Sand** is dry", None),
-        ("Option A is wrong, and option B is", None),
-        ("The answer is Apples.", None),
-        ("The answer is (b).", "B"),
-        ("(c).", "C"),
-        ("The answer is (a) or (c).", None),
-        ("The answer is (a), option A.", "A"),
-        ("The answer is a dog, (b)", None),
-        ("The answer is (a dog).", None),
-        ('The answer is "C".', "C"),
-        ("The answer is `C` or `D`", None),
-        ("The answer is [C].", "C"),
-        ("The answer is [A], [C].", None),
-        (r'\boxed{"C"}', "C"),
-        (r"\boxed{[A, C]}", None),
-        (r"\boxed{water}", None),
-        ("A sunny day", None),
-        ("", None),
-    ],
-)
-def test_the_chosen_letter(response, letter):
-    assert chosen_letter(response) == letter
-
-
-def test_letters_without_end_are_read_at_once():
-    # With two ways to read each gap this would take longer than anyone waits.
-    assert chosen_letter(r"\boxed{" + "A,  " * 5000) == "A"
-    assert chosen_letter(r"\boxed{" + "A,  " * 5000 + "C}") is None
-    assert chosen_letter("The answer is " + "A,  " * 5000) == "A"
-    assert chosen_letter("The answer is " + "A,  " * 5000 + "C") is None
-    assert chosen_letter("The answer is A" + ", (" * 5000) == "A"
-    assert chosen_letter("The answer is A" + " or" * 5000) == "A"
-    assert chosen_letter(r"\boxed{" + "$ " * 100_000 + "C}") == "C"
-    # A model that loops may write nothing but line ends.
-    assert chosen_letter("The answer is" + "\n" * 100_000) is None
+@pytest.mark.parametrize("module", [verify, answer_text])
+def test_a_change_of_what_judges_answers_makes_another_checker(module, tmp_path, monkeypatch):
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(module.__file__).read_text() + "\n")
+    before = checker.__wrapped__()
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert checker.__wrapped__() != before
 
 
 def test_answers_are_checked_as_each_set_asks():

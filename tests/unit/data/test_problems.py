@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import datasets
 import pytest
@@ -112,11 +113,36 @@ def test_a_folder_like_the_hubs_has_the_named_subset(tmp_path):
     assert read_tasks(config) == [Task("q", "1")], "without its table of contents the folder's name tells"
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.csv", 'question,answer\n"a,1\n'), ("a.json", '[{"question": 1')])
-def test_a_file_that_cannot_be_read_says_why(name, text, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.csv", 'question,answer\n"a,1\n', "a.csv, split 'train', cannot be loaded: Error tokeniz"),
+        ("a.json", '[{"question": 1', "data file .*a.json is not JSON: Expecting"),
+        ("a.json", '[{"question": 1,\n"answer": ', "data file .*a.json is not JSON: Expecting"),
+        ("a.json", r'[{"problem": "\ud800", "answer": "1"}]', "data file .*a.json is not JSON: .*surrogates"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(name, text, why, tmp_path):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=rf"{name}, split 'train', cannot be loaded: (Error tokeniz|Unexpected char)"):
+    with pytest.raises(ValueError, match=why):
         read_tasks(DatasetConfig(dataset_name="gsm8k", data_path=str(tmp_path / name)))
+
+
+def test_a_json_file_says_what_its_lines_would_say(tmp_path):
+    """`datasets` makes a float of 12345678901234567890, and a time of 2020-01-01."""
+    answers = [12345678901234567890, 0.5, "2020-01-01", "2021-05-06"]
+    records = [{"problem": "When?", "answer": answer} for answer in answers]
+    lines = write_jsonl(tmp_path / "a.jsonl", records)
+    tasks = read_tasks(DatasetConfig(data_path=lines))
+    assert [task.answer for task in tasks] == [str(answer) for answer in answers]
+    listed, named_json = tmp_path / "listed.json", tmp_path / "lines.json"
+    listed.write_text(json.dumps(records, indent=1))
+    named_json.write_text("\n" + Path(lines).read_text())
+    for path in (listed, named_json):
+        assert read_tasks(DatasetConfig(data_path=str(path))) == tasks
+        assert read_tasks(DatasetConfig(data_path=str(path), split="train[1:3]")) == tasks[1:3]
+    listed.write_text(json.dumps(records[0]))
+    assert read_tasks(DatasetConfig(data_path=str(listed))) == tasks[:1]
 
 
 def test_the_template_and_the_system_prompt_are_put_around_text_and_messages(tmp_path):

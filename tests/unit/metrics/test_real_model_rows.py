@@ -150,7 +150,7 @@ def test_kept_rewards_are_neither_whole_runs_nor_answers_to_pair_with(make_arms,
     whole, kept = make_arms("whole", 1, arms=["BF16"]), make_arms("kept", 1, arms=["BF16"])
     config = kept / "BF16-seed1" / "config.yaml"
     write_yaml(config, {key: value for key, value in read_yaml(config).items() if key != "grpo"})
-    with pytest.raises(SystemExit, match="BF16-seed1: its config has no grpo.max_num_steps, .*set --steps"):
+    with pytest.raises(SystemExit, match=r"BF16-seed1: its config has no grpo\.max_num_steps, .*set --steps"):
         record("real_model_runs", kept, *NAMES)
     with pytest.raises(SystemExit, match="none of its runs kept its answers"):
         record("real_model_runs", whole, *NAMES, "--beside", kept)
