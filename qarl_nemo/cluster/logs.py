@@ -35,7 +35,7 @@ class LogCollector:
         done = {node: copy for node, copy in self._started.items() if ray.wait([copy], timeout=0)[0]}
         self._report(*results(done, timeout_s=0))
         going_on = self._started.keys() - done.keys()
-        self._started.update(self._start([node for node in self._nodes if node not in going_on | self._failed]))
+        self._started.update(self._start([node for node in self._nodes if node not in going_on]))
 
     def finish(self, lost: dict[Node, str], timeout_s: float = 120.0) -> None:
         """Copy one last time.

@@ -106,7 +106,7 @@ def copy_logs(source: str, target: str) -> int:
     """Bring a copy of a log folder up to date: what has grown is appended, what has shrunk is copied anew.
 
     Args:
-        source: a folder; only plain files are read.
+        source: a folder; only plain files are read. One that is rotated away meanwhile is left as it was copied last.
         target: its copy, made if it is missing.
 
     Returns:
@@ -118,14 +118,19 @@ def copy_logs(source: str, target: str) -> int:
             continue
         copy = Path(target) / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        had = copy.stat().st_size if copy.exists() else 0
-        if path.stat().st_size < had:
-            had = 0
-        with path.open("rb") as new, copy.open("r+b" if had else "wb") as old:
-            new.seek(had)
-            old.seek(had)
-            shutil.copyfileobj(new, old)
-            written += old.tell() - had
+        try:
+            new = path.open("rb")
+        except FileNotFoundError:
+            continue
+        with new:
+            had = copy.stat().st_size if copy.exists() else 0
+            if os.fstat(new.fileno()).st_size < had:
+                had = 0
+            with copy.open("r+b" if had else "wb") as old:
+                new.seek(had)
+                old.seek(had)
+                shutil.copyfileobj(new, old)
+                written += old.tell() - had
     return written
 
 

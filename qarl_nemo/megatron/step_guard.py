@@ -79,8 +79,9 @@ class StepGuard:
         if self.skipped_in_a_row >= self._limit:
             raise RuntimeError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient; in the last one "
-                f"{cause}. The weights are those of the last finite step: start again from a checkpoint, with a lower "
-                "policy.megatron_cfg.optimizer.lr or a larger qarl.max_skipped_steps"
+                f"{cause}. The weights are those of the last finite step: go on from a checkpoint with a larger "
+                "qarl.max_skipped_steps, or begin anew from its weights (qarl convert --format bf16) with a lower "
+                "policy.megatron_cfg.optimizer.lr"
             )
         # What NeMo-RL reads after a step.
         self._optimizer.grad_norms_by_group = {}

@@ -118,6 +118,9 @@ def push_from_all(update: Update, engine: RolloutEngine, sender: Sender) -> dict
         with update if isinstance(update, StreamedUpdate) else nullcontext():
             if dist.get_rank() == 0:
                 outcome = _attempt(update, engine, sender)
+        if isinstance(outcome, str) and isinstance(update, StreamedUpdate) and update.broken:
+            # No other rank will come to ask for the outcome: this task's failure tells the driver.
+            raise RuntimeError(outcome)
         answer: dict[str, float] | str = broadcast_plain(outcome, waiting_group())
     except Exception as error:
         # A learner's rank is gone. If rank 0 had given up before, its reason is the more useful one.

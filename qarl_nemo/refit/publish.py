@@ -116,7 +116,8 @@ class StreamedUpdate:
 
     The layers are made twice, once for the manifest's checksums and once to be sent; three times if they are rehearsed.
     If several ranks make them together, every rank enters the update (`with`) and one pushes it. Leaving it makes the
-    layers that were not requested, even if the push failed, so that no rank waits for another.
+    layers that were not requested, even if the push failed, so that no rank waits for another; only after a layer that
+    could not be made (`broken`) nothing can help the others.
 
     Args:
         stream: yields the tensors of one layer after another, by name; it may empty a layer when the next one is
@@ -143,7 +144,8 @@ class StreamedUpdate:
     ) -> None:
         self.manifest = _manifest(watch(stream()), fmt, version)
         self.rehearsed = rehearsed
-        self._passes = [lend(stream()) for _ in range(2 if rehearsed else 1)]
+        self.broken = False
+        self._passes = [self._noticed(lend(stream())) for _ in range(2 if rehearsed else 1)]
         self._num_begun = 0
 
     @property
@@ -160,6 +162,13 @@ class StreamedUpdate:
         self._num_begun += 1
         return self._passes[self._num_begun - 1]
 
+    def _noticed(self, layers: Iterable[Layer]) -> Iterator[Layer]:
+        try:
+            yield from layers
+        except Exception:
+            self.broken = True
+            raise
+
     def contradictions(self) -> list[str]:
         """Return nothing: layers are made in the same way as for the manifest, and checksums find any difference."""
         return []
@@ -168,6 +177,9 @@ class StreamedUpdate:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self.broken:
+            # The others wait in the middle of a pass that this rank cannot finish, and would misread another.
+            return
         for layers in self._passes:
             for _ in layers:
                 pass

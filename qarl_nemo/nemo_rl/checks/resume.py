@@ -1,7 +1,7 @@
 """Checks a run's checkpoints: which it keeps, and that it goes on with the schedule that it began with."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ _SCHEDULER = f"{MEGATRON}.scheduler"
 _NEW = f"{_SCHEDULER}.override_opt_param_scheduler"
 # Either takes one of the two schedules as it is.
 _SETTLED = (_NEW, f"{_SCHEDULER}.use_checkpoint_opt_param_scheduler")
+# By these Megatron finds which group of parameters a part of the optimizer's state belongs to; with their defaults.
+_PLACES = {f"{OPTIMIZER}.lr": ABSENT, f"{OPTIMIZER}.min_lr": ABSENT, "qarl.update_aware_scale": None}
 # What Megatron compares; it counts in responses, so that the batch belongs to it.
 _COMPARED = (
-    f"{OPTIMIZER}.lr",
-    f"{OPTIMIZER}.min_lr",
     "policy.train_global_batch_size",
     *(
         f"{_SCHEDULER}.{name}"
@@ -71,19 +71,20 @@ def metric_conflicts(config: Mapping[str, Any]) -> list[str]:
 
 
 def resume_conflicts(config: Mapping[str, Any]) -> list[str]:
-    """Say where a run would leave the schedule of the checkpoint that it goes on from.
+    """Say where a run would leave the optimizer or the schedule of the checkpoint that it goes on from.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
 
     Returns:
-        One line that names the checkpoint and every key that differs; none where there is no checkpoint, or where a
-        key says which schedule counts.
+        A line for the optimizer and one for the schedule, each with the checkpoint and every key that differs; none
+        where there is no checkpoint, and none for the schedule where a key says which one counts.
 
-    Source: Megatron-core 0.20, `optimizer_param_scheduler.py`, `load_state_dict`; NeMo-RL 0.6, `algorithms/grpo.py`,
-        `total_train_iters`, and `utils/checkpoint.py`, `get_latest_checkpoint_path`.
+    Source: Megatron-core 0.20, `optimizer/optimizer.py`, `param_group_identifier_keys`, and
+        `optimizer_param_scheduler.py`, `load_state_dict`; NeMo-RL 0.6, `algorithms/grpo.py`, `total_train_iters`, and
+        `utils/checkpoint.py`, `get_latest_checkpoint_path`.
     """
-    if any(look_up(config, key, False) for key in _SETTLED) or (newest := _newest(config)) is None:
+    if (newest := _newest(config)) is None:
         return []
     try:
         saved: Any = read_yaml(newest / "config.yaml")
@@ -91,14 +92,25 @@ def resume_conflicts(config: Mapping[str, Any]) -> list[str]:
         return []  # NeMo-RL writes it for people, and goes on without it.
     if not look_up(saved, "checkpointing.save_optimizer", True):
         return []
-    changed = [f"{key}={value} ({before} there)" for key, value, before in _changes(config, saved)]
-    if not changed:
-        return []
-    return [
-        f"{_FOLDER}={newest.parent}: the run goes on from {newest.name}, whose schedule Megatron lets no run leave: "
-        f"{', '.join(changed)}; set these back, ++{_NEW}=true to go on with the new ones, or another folder to begin "
-        "anew"
-    ]
+    goes_on = f"{_FOLDER}={newest.parent}: the run goes on from {newest.name}, whose"
+    places = _told((key, look_up(config, key, unset), look_up(saved, key, unset)) for key, unset in _PLACES.items())
+    settled = any(look_up(config, key, False) for key in _SETTLED)
+    schedule = "" if settled else _told(_changes(config, saved))
+    moved = (
+        f"{goes_on} optimizer Megatron cannot load with others of these: {places}; set them back, or begin anew in "
+        "another folder, from its weights if policy.model_name is what qarl convert --format bf16 makes of them"
+    )
+    left = (
+        f"{goes_on} schedule Megatron lets no run leave: {schedule}; set these back, ++{_NEW}=true to go on with the "
+        "new ones, or another folder to begin anew"
+    )
+    return [moved] * bool(places) + [left] * bool(schedule)
+
+
+def _told(values: Iterable[tuple[str, Any, Any]]) -> str:
+    # What is absent has a default that this does not know.
+    known = (each for each in values if ABSENT not in each)
+    return ", ".join(f"{key}={value} ({before} there)" for key, value, before in known if value != before)
 
 
 def _newest(config: Mapping[str, Any]) -> Path | None:
@@ -117,12 +129,9 @@ def _changes(config: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tu
     else:
         # The data ended it, and does again unless there are fewer steps.
         changed = isinstance(steps, int) and steps < ended
-    if changed and ABSENT not in (steps, before):
+    if changed:
         yield _STEPS, steps, before
     # Where the data ended it, and steps do not end it there now.
     lasts = _LASTS if ended != before and not changed and steps != ended else ()
     for key in (*lasts, *_COMPARED):
-        now, then = look_up(config, key), look_up(saved, key)
-        # What is absent has a default that this does not know.
-        if ABSENT not in (now, then) and now != then:
-            yield key, now, then
+        yield key, look_up(config, key), look_up(saved, key)

@@ -110,6 +110,21 @@ def test_logs_are_appended_and_a_log_that_shrank_is_copied_anew(tmp_path):
     assert not (target / "link").exists()
 
 
+def test_a_log_that_is_rotated_away_while_others_are_copied_leaves_its_copy(tmp_path, monkeypatch):
+    source, target = tmp_path / "logs", tmp_path / "copy"
+    source.mkdir()
+    for name in ("a.out", "b.out"):
+        (source / name).write_text("one\n")
+    on_node.copy_logs(str(source), str(target))
+    (source / "b.out").write_text("one\ntwo\n")
+    was_there, gone = Path.is_file, source / "a.out"
+    gone.unlink()
+    monkeypatch.setattr(Path, "rglob", lambda *_: iter([gone, source / "b.out"]))
+    monkeypatch.setattr(Path, "is_file", lambda path: path == gone or was_there(path))
+    assert on_node.copy_logs(str(source), str(target)) == 4
+    assert (target / "a.out").read_text() == "one\n"
+
+
 def test_the_environments_program_needs_nothing_installed():
     """`-I -S`: no site-packages, no PYTHONPATH."""
     source = Path(environment.__file__).read_text()

@@ -45,7 +45,6 @@ def test_every_key_that_moves_the_schedule_is_named_beside_what_it_was(tmp_path)
     save("step_99", config(tmp_path, steps=7))
     save("tmp_step_101", config(tmp_path, steps=7))
     changes = {
-        "policy__megatron_cfg__optimizer__lr": 2e-6,
         "policy__train_global_batch_size": 64,
         "policy__megatron_cfg__scheduler__lr_warmup_iters": 5,
         # Megatron does not look at this one.
@@ -53,11 +52,20 @@ def test_every_key_that_moves_the_schedule_is_named_beside_what_it_was(tmp_path)
     }
     (line,) = resume_conflicts(config(tmp_path, steps=300, **changes))
     assert f"checkpoint_dir={tmp_path}: the run goes on from step_100," in line
-    assert "grpo.max_num_steps=300 (100 there), policy.megatron_cfg.optimizer.lr=2e-06 (1e-06 there)" in line
-    assert "policy.train_global_batch_size=64 (32 there)" in line
+    assert "grpo.max_num_steps=300 (100 there), policy.train_global_batch_size=64 (32 there)" in line
     assert "scheduler.lr_warmup_iters=5 (9 there); set these back, ++" in line
     assert "lr_warmup_init" not in line
     assert f"++{_OVERRIDE}=true" in line
+
+
+@pytest.mark.parametrize("override", [None, True])
+def test_no_key_lets_megatron_find_an_optimizer_by_another_learning_rate(tmp_path, override):
+    save("step_100", config(tmp_path))
+    changes = {"policy__megatron_cfg__optimizer__lr": 5e-7, "qarl__update_aware_scale": 1.5}
+    (line,) = resume_conflicts(with_value(config(tmp_path, **changes), _OVERRIDE, override))
+    assert f"checkpoint_dir={tmp_path}: the run goes on from step_100, whose optimizer Megatron cannot load" in line
+    assert "optimizer.lr=5e-07 (1e-06 there), qarl.update_aware_scale=1.5 (None there); set them back, or" in line
+    assert "qarl convert --format bf16" in line
 
 
 @pytest.mark.parametrize("key", [_OVERRIDE, "policy.megatron_cfg.scheduler.use_checkpoint_opt_param_scheduler"])

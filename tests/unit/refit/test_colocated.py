@@ -5,6 +5,7 @@ import torch
 from rank_processes import RankProcesses
 
 from qarl_kernels import get_format
+from qarl_nemo.refit import colocated
 from qarl_nemo.refit.colocated import push_from_all
 from qarl_nemo.refit.manifest import Manifest
 from qarl_nemo.refit.publish import RefitUpdate, StreamedUpdate
@@ -70,6 +71,25 @@ def test_a_learner_that_cannot_go_on_does_not_hide_the_reason(learner, engine, t
     with pytest.raises(RuntimeError, match=r"^ConnectionError: cut$") as raised:
         push_from_all(StreamedUpdate(stream, get_format("bf16"), version=1), engine, sender)
     assert str(raised.value.__cause__) == "another rank of the learner is gone"
+    assert sender.released >= 1
+
+
+def test_a_rank_that_cannot_make_a_layer_asks_nothing_more_of_the_others(learner, engine, tmp_path, monkeypatch):
+    """They wait in the middle of that pass, for longer than anybody would, unless this rank's failure ends the run."""
+    passes = []
+
+    def stream():
+        passes.append(None)
+        yield TENSORS
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError("no room for the next layer")
+
+    update = StreamedUpdate(stream, get_format("bf16"), version=1, rehearsed=True)
+    monkeypatch.setattr(colocated, "broadcast_plain", lambda *_: pytest.fail("nobody listens"))
+    sender = Sender(tmp_path, timeout_s=60)
+    with pytest.raises(RuntimeError, match=r"^OutOfMemoryError: no room for the next layer"):
+        push_from_all(update, engine, sender)
+    assert len(passes) == 2
     assert sender.released >= 1
 
 
