@@ -77,13 +77,22 @@ def _compare(
     settings: "LocalConfig", source: Path, arms: list[str], overrides: list[str], parallel: int, *, check: bool
 ) -> None:
     from qarl_nemo.files import exclusive, make_folder
-    from qarl_nemo.train.arms import expand_arms, expand_trained, require_effect, run_arms, select_arms
+    from qarl_nemo.train.arms import (
+        expand_arms,
+        expand_trained,
+        require_alike,
+        require_effect,
+        run_arms,
+        select_arms,
+    )
 
     assert settings.compare is not None
     require_effect(settings.compare, overrides)
     runs = select_arms(expand_arms(settings, str(source)), arms)
     if check:
         check_runs(runs)
+    require_alike(runs, expand_trained(settings, str(source)))
+    if check:
         return
     _require_gpu(runs)
     make_folder(settings.run_dir, "the folder of a comparison")
@@ -100,8 +109,11 @@ def _ran_before(run: "LocalConfig") -> bool:
     from qarl_nemo.train.run_dir import is_complete
 
     # Another run's folder is none of this command's business, since it did not ask for this arm.
-    with contextlib.suppress(ConfigError, FileError):
-        return is_complete(run)
+    with contextlib.suppress(FileError):
+        try:
+            return is_complete(run)
+        except ConfigError:
+            typer.echo(f"{run.name} is not in the report: its folder holds a run with another config")
     return False
 
 

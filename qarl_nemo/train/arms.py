@@ -16,10 +16,10 @@ from rich.console import Console
 
 from qarl_nemo.config import ConfigError, literal, merge_mappings, validate, write_yaml
 from qarl_nemo.config.kinds import dump_as_written, without_meaningless
-from qarl_nemo.files import make_folder
+from qarl_nemo.files import FileError, make_folder
 from qarl_nemo.train.config import CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
-from qarl_nemo.train.run_dir import RunStoppedError, RunToldError, is_complete, where_it_stands
+from qarl_nemo.train.run_dir import RunStoppedError, RunToldError, is_complete, require_same_run, where_it_stands
 from qarl_nemo.train.time_limit import STARTED, limit_seconds
 
 _LOG_LINES = 15
@@ -90,6 +90,34 @@ def expand_trained(config: LocalConfig, source: str) -> list[LocalConfig]:
     runs = expand_arms(config.model_copy(update={"compare": compare}), source)
     order = list(compare.arms)
     return sorted(runs, key=lambda run: order.index(run.run.arm or ""))
+
+
+def require_alike(runs: Sequence[LocalConfig], every: Sequence[LocalConfig]) -> None:
+    """Refuse runs where other settings have run, in their own folders or as another seed of their arm.
+
+    Args:
+        runs: what would start.
+        every: from `expand_trained`.
+
+    Raises:
+        ConfigError: one mean over an arm's seeds would be of different runs; every key that differs is listed.
+        FileError: what the folder of one of `runs` holds cannot be read.
+    """
+    own, arms = {run.run_dir for run in runs}, {run.run.arm for run in runs}
+    problems: list[str] = []
+    for run in every:
+        if run.run.arm not in arms:
+            continue
+        try:
+            require_same_run(run)
+        except ConfigError as error:
+            problems.append(f"{run.name}: {error}")
+        except FileError:
+            # Another seed's damage is for the command that goes on with it.
+            if run.run_dir in own:
+                raise
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} run(s) of other settings, nothing was started:", *problems]))
 
 
 def select_arms(runs: list[LocalConfig], arms: Sequence[str]) -> list[LocalConfig]:

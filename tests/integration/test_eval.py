@@ -273,7 +273,8 @@ def test_prompts_go_through_the_chat_template(checkpoint, tmp_path, sums):
     # Each template is shown, so that one nobody trained is seen before hours of answers.
     assert list(first_prompts(asked)) == [
         f"a prompt of gsm8k, as {model} sees it:\n    061-1040+0=*=\nits answer: 0",
-        f"a prompt of gsm8k, as {checkpoint} sees it:\n    1-1\n    \n    0+0=*\nits answer: 0",
+        # Its tokenizer has no line ends.
+        f"a prompt of gsm8k, as {checkpoint} sees it:\n    1-1<unk>0+0=*\nits answer: 0",
     ]
 
 
@@ -282,14 +283,15 @@ def test_the_models_context_bounds_answers(checkpoint, tmp_path, sums):
     (evaluation,) = plan(job, AnswerStore(tmp_path / "answers.jsonl", {}))
     longest = max(map(len, evaluation.asked[0].prompts.values()))
     assert evaluation.asked[0].params.max_new_tokens == CONTEXT - longest
-    problems = [{"question": "1+" * 1200, "answer": "#### 3"}, {"question": "1+2=", "answer": "#### 3"}]
-    write_jsonl(sums, problems)
+    # Longer than the benchmark allows, and than the model has positions.
+    questions = ["1+" * 1200, "1+" * (CONTEXT // 2), "1+2="]
+    write_jsonl(sums, [{"question": question, "answer": "#### 3"} for question in questions])
     job = prepare(settings(tmp_path, sums, checkpoint))
     evaluations = plan(job, AnswerStore(tmp_path / "answers.jsonl", {}))
     rows = run(evaluations, lambda *_: None, lambda rows: None)
-    assert (rows[0]["num_overlong"], rows[0]["num_problems"]) == (1, 2)
-    assert rows[0]["avg"]["value"] <= 0.5
-    assert "1 prompts were too long" in " ".join(notes(rows))
+    assert (rows[0]["num_overlong"], rows[0]["num_problems"]) == (2, 3)
+    assert rows[0]["avg"]["value"] <= 0.34
+    assert "2 prompts were too long" in " ".join(notes(rows))
 
 
 def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from qarl_nemo.measure.eval.evaluation import ModelEvaluation
-from qarl_nemo.measure.eval.run import plan
+from qarl_nemo.measure.eval.output import notes
+from qarl_nemo.measure.eval.run import plan, run
 from qarl_nemo.measure.eval.settings import EvalSettings, prepare
 from qarl_nemo.measure.eval.store import AnswerStore
 from qarl_nemo.train.config import TokenizerConfig
@@ -26,8 +27,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {"bare": bare, "chat": folder / "chat"}
 
 
-def planned(tmp_path, *models, **options) -> list[ModelEvaluation]:
-    data = Path(write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "1+1=", "answer": "#### 2"}]))
+def planned(tmp_path, *models, question="1+1=", **options) -> list[ModelEvaluation]:
+    data = Path(write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": question, "answer": "#### 2"}]))
     sizes = {"max_new_tokens": 6, "device": "cpu", "precision": "float32"}
     asked = EvalSettings(models, ("gsm8k",), tmp_path / "r.json", {"gsm8k": data}, **sizes | options)
     return plan(prepare(asked), AnswerStore(tmp_path / "answers.jsonl", {}))
@@ -51,6 +52,20 @@ def test_a_system_prompt_stands_before_the_question_alike_where_no_template_is_u
     texts = [one.asked[0].texts[0] for one in planned(tmp_path, *used, prompts=written, system_prompt="1-1")]
     between = "" if template is None else "\n\n"
     assert {text.partition("1+1=")[0] for text in texts} == {f"1-1{between}"}
+
+
+def test_a_long_prompt_shortens_answers_and_the_notes_say_so(models, tmp_path):
+    (tmp_path / "bare.txt").write_text("{}")
+    words = {"prompt_file": tmp_path / "bare.txt", "max_new_tokens": 30}
+    (evaluation,) = planned(tmp_path, models["bare"], question="1+" * 124, **words)
+    (row,) = run([evaluation], lambda *_: None, lambda _: None)
+    assert "answers had at most 8 tokens instead of 30, because the longest prompt" in " ".join(
+        notes([row | {"model": "m"}])
+    )
+    (tmp_path / "answers.jsonl").unlink()
+    with pytest.raises(ValueError, match="the prompts of gsm8k have 256 tokens or more; of those with at most 2048"):
+        planned(tmp_path, models["bare"], question="1+" * 128, **words)
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def test_a_byte_order_mark_before_a_prompt_file_is_none_of_the_prompt(models, tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -176,17 +177,23 @@ class ModelEvaluation:
             raise ValueError(f"{self.model.label}: {error}") from error
         # The template writes all special tokens that the model expects.
         encoded = {index: self.tokenizer(text, add_special_tokens=False)["input_ids"] for index, text in texts.items()}
-        prompts = {index: ids for index, ids in encoded.items() if len(ids) <= benchmark.max_prompt_tokens}
-        context = self.model.checkpoint.config.get("max_position_embeddings", benchmark.max_new_tokens)
-        room = context - max(map(len, prompts.values()), default=0)
-        if room < 1 or not prompts:
+        context = self.model.checkpoint.config.get("max_position_embeddings", math.inf)
+        longest = min(benchmark.max_prompt_tokens, context - 1)
+        prompts = {index: ids for index, ids in encoded.items() if len(ids) <= longest}
+        if not prompts:
             raise ValueError(
-                f"{self.model.label}: the prompts of {benchmark.name} have up to {max(map(len, encoded.values()))} "
-                f"tokens; of those with at most {benchmark.max_prompt_tokens} none, or none in the {context} positions "
+                f"{self.model.label}: the prompts of {benchmark.name} have {min(map(len, encoded.values()))} tokens or "
+                f"more; of those with at most {benchmark.max_prompt_tokens} none, or none in the {context} positions "
                 "of this model, leaves room for an answer"
             )
+        room = context - max(map(len, prompts.values()))
         params = SamplingParams(min(benchmark.max_new_tokens, room), benchmark.temperature, benchmark.top_p)
         return Asked(questions, prompts, texts, {index: self._source(text) for index, text in asked.items()}, params)
+
+    def shown(self, asked: Asked, index: int) -> str:
+        """Return a prompt for people, with the tokenizer's mark where it lacks what is written."""
+        ids, unknown = asked.prompts[index], self.tokenizer.unk_token_id
+        return asked.texts[index] if unknown is None or unknown not in ids else str(self.tokenizer.decode(ids))
 
     def _as_seen(self, text: str) -> str:
         system = self.job.settings.system_prompt

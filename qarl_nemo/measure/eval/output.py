@@ -43,7 +43,7 @@ def first_prompts(evaluations: Sequence[ModelEvaluation]) -> Iterator[str]:
     for evaluation in evaluations:
         asked = evaluation.asked[0]
         index = next(iter(asked.prompts))
-        shown = asked.benchmark.name, asked.texts[index], asked.questions.problems[index].answer
+        shown = asked.benchmark.name, evaluation.shown(asked, index), asked.questions.problems[index].answer
         seen.setdefault(shown, []).append(evaluation.model.label)
     for (benchmark, prompt, answer), models in seen.items():
         more = f"\n... {len(prompt) - _MAX_QUOTED} more characters" if len(prompt) > _MAX_QUOTED else ""
@@ -112,6 +112,11 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{name}: {row['num_total']} problems, where {BENCHMARKS[name].num_problems} are published"
     for row in rows:
         place = f"{row['benchmark']}, {row['model']}"
+        if row["shortened_from"]:
+            yield (
+                f"{place}: answers had at most {row['max_new_tokens']} tokens instead of {row['shortened_from']}, "
+                "because the longest prompt leaves no room for more in the model's positions"
+            )
         if row["truncated"]:
             yield f"{place}: {row['truncated']:.1%} of the answers were cut off at {row['max_new_tokens']} tokens"
         if row["num_overlong"]:

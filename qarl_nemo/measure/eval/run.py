@@ -71,7 +71,8 @@ def score(asked: Asked, answers: Sequence[Row]) -> Row:
         answers: all of them.
 
     Returns:
-        How it was sampled, `avg` (avg@k), `pass_at` (pass@k by k), each with its standard error, and the answers' mean
+        How it was sampled, with `shortened_from`, the tokens of an answer where the longest prompt left room for fewer,
+        `avg` (avg@k), `pass_at` (pass@k by k), each with its standard error, and the answers' mean
         length and share that was cut off.
     """
     benchmark, problems = asked.benchmark, asked.questions.problems
@@ -84,6 +85,7 @@ def score(asked: Asked, answers: Sequence[Row]) -> Row:
         "num_overlong": len(problems) - len(asked.prompts),
         "num_samples": k,
         **asdict(asked.params),
+        "shortened_from": benchmark.max_new_tokens if asked.params.max_new_tokens < benchmark.max_new_tokens else None,
         "avg": asdict(avg_at_k(num_right, k)),
         "pass_at": {str(one): asdict(pass_at_k(num_right, k, one)) for one in reported_ks(k)},
         "mean_tokens": sum(row["num_tokens"] for row in answers) / len(answers),

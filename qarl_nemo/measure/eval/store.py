@@ -54,8 +54,8 @@ class AnswerStore:
         for key in [key for key, rows in self._chunks.items() if len(rows) != rows[0]["chunk_size"]]:
             del self._chunks[key]
         self._settings = settings
-        # Also where no row is lost: what comes next must not stand on a line that a kill has left unfinished.
-        self.rewrite()
+        # Until something is added a refused evaluation leaves the file as it was, or none.
+        self._is_written = False
 
     def chunk(self, model: str, benchmark: str, number: int) -> list[Row] | None:
         """Return the answers of a whole chunk, as they are held here; None if it is still to be asked."""
@@ -71,6 +71,10 @@ class AnswerStore:
             FileError: the disk is full or failed; what was there stays.
         """
         self._chunks[_key(rows[0])] = list(rows)
+        if not self._is_written:
+            # Also where no row is lost: what comes next must not stand on a line that a kill has left unfinished.
+            self.rewrite()
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_line, rows)))
@@ -89,6 +93,7 @@ class AnswerStore:
         """
         rows = (row for rows in self._chunks.values() for row in rows)
         write_atomic(self.path, "".join(map(_line, [{"settings": self._settings}, *rows])))
+        self._is_written = True
 
     def _require_same(self, header: Row, settings: Row) -> None:
         found = header.get("settings")

@@ -22,6 +22,8 @@ ROW = {
 def test_an_evaluation_that_ended_before_its_first_answer_binds_nobody(tmp_path):
     path = tmp_path / "answers.jsonl"
     AnswerStore(path, {"limit": 2})
+    assert not path.exists()
+    AnswerStore(path, {"limit": 2}).rewrite()
     AnswerStore(path, {"limit": 1}).add([ROW | {"chunk": 0}])
     with pytest.raises(FileError, match="another evaluation"):
         AnswerStore(path, {"limit": 2})

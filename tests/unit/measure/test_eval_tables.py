@@ -13,7 +13,15 @@ from qarl_nemo.measure.eval.run import averages
 
 def test_averages_need_all_of_their_benchmarks():
     names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench", "gsm8k")
-    shared = {"num_samples": 1, "num_problems": 1, "num_total": 1, "pass_at": {}, "truncated": 0, "num_overlong": 0}
+    shared = {
+        "num_samples": 1,
+        "num_problems": 1,
+        "num_total": 1,
+        "pass_at": {},
+        "truncated": 0,
+        "num_overlong": 0,
+        "shortened_from": None,
+    }
     rows = [
         {"model": "a", "benchmark": name, "avg": {"value": 0.1 * place, "standard_error": 0.1}, **shared}
         for place, name in enumerate(names)

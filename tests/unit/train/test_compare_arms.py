@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from qarl_nemo.config import ConfigError, load_config
+from qarl_nemo.config import ConfigError, literal, load_config, write_yaml
 from qarl_nemo.data.config import DatasetConfig, DatasetsData
 from qarl_nemo.losses.config import GRPOTISConfig, GSPOConfig, TBPOConfig
 from qarl_nemo.train.arms import expand_arms, require_effect, select_arms
@@ -253,6 +253,31 @@ def test_the_report_of_one_seed_has_those_of_other_commands_too(qarl, tmp_path, 
     assert qarl("train", path)[0] == 0
     assert qarl("train", path, "--arm", "a/b", "compare.seeds=[2]")[0] == 0
     assert reported == [["ours-seed4", "a-b-seed4"], ["ours-seed4", "a-b-seed2", "a-b-seed4"]]
+
+
+def test_seeds_of_one_arm_have_the_same_settings_and_nothing_starts_where_they_would_not(qarl, tmp_path, monkeypatch):
+    """One mean over them would be nothing's."""
+    path = tmp_path / "compare.yaml"
+    OmegaConf.save(OmegaConf.create(BASE | {"run_dir": str(tmp_path)}), path)
+    for run in expand_arms(load_config(path, [], LocalConfig), "compare.yaml"):
+        run.run_dir.mkdir()
+        write_yaml(run.run_dir / "config.yaml", literal(run.model_dump(mode="json", exclude={"compare"})))
+        (run.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "BF16-seed4" / "config.yaml").unlink()
+    monkeypatch.setattr("qarl_nemo.train.arms.run_arms", lambda *_: pytest.fail("it started"))
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    cap = "loss_fn.mismatch_cap=2.5"
+    code, said = qarl("train", path, "--arm", "QaRL, ours", "compare.seeds=[5,6]", cap)
+    assert (code, "2 run(s) of other settings, nothing was started" in said) == (2, True)
+    assert "QaRL, ours-seed4: " in said
+    assert "loss_fn.mismatch_cap: there 3.0, now 2.5" in said
+    assert "BF16" not in said
+    code, said = qarl("train", path, "--arm", "QaRL, ours", "compare.seeds=[6]", cap, "--check", "device=cpu")
+    assert (code, "of other settings" in said) == (2, True), said
+    # Damage is said of the runs that would start.
+    code, said = qarl("train", path, "--arm", "BF16", "compare.seeds=[4]")
+    assert (code, "config.yaml is missing" in said) == (2, True)
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
 
 def test_arms_that_a_config_does_not_have_are_refused_before_anything_is_made(qarl, tmp_path, monkeypatch):
