@@ -1,6 +1,7 @@
 """Settings of a cluster run: nodes, shared paths, the job, how nodes are started. Imports neither torch nor ray."""
 
 import re
+import shlex
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Annotated, Literal
@@ -112,8 +113,18 @@ class SlurmLauncher(StrictModel):
     gres: bool = True
     """Ask for `gpu:<gpus_per_node>`; false on clusters without generic resources."""
     sbatch_args: tuple[str, ...] = ()
+    """Further arguments of `sbatch`; how many nodes and tasks there are is the job's own."""
     ray_sub: AbsolutePath | None = None
     """NeMo-RL's own `ray.sub`: then it starts the nodes, and our checks, watch and logs run inside its job."""
+
+    @field_validator("sbatch_args")
+    @classmethod
+    def leaves_the_nodes(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what would change how many nodes or tasks the job has."""
+        wrong = [each for each in given if each.startswith(("--nodes", "-N", "--ntasks", "-n"))]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: nodes says how many there are, each with one task")
+        return given
 
 
 class KubernetesLauncher(StrictModel):
@@ -171,6 +182,27 @@ class ClusterConfig(StrictModel):
     def as_json(self) -> str:
         """Serialize what is not at its default as one line of JSON, which a node reads with `validate`."""
         return self.model_dump_json(exclude_defaults=True)
+
+    @field_validator("command")
+    @classmethod
+    def has_words(cls, command: str) -> str:
+        """Refuse a line of nothing but space."""
+        if not command.strip():
+            raise ValueError("it is empty; set the shell line that is the job")
+        return command
+
+    @field_validator("python")
+    @classmethod
+    def is_a_program(cls, python: str) -> str:
+        """Refuse what a shell could not start."""
+        try:
+            words = shlex.split(python)
+        except ValueError as error:
+            # The text may hold a secret.
+            raise ValueError(f"it is no program with its arguments: {error}") from error
+        if not words:
+            raise ValueError("it is empty; set python, or a program and its arguments")
+        return python
 
     @field_validator("env", mode="before")
     @classmethod

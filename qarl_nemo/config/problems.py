@@ -1,6 +1,7 @@
 """Validation whose errors name the key as a user wrote it, what is legal and what was probably meant."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -13,7 +14,8 @@ _SWITCHES = {"enabled": "enabled=false", "steps": "steps=0"}
 _MAX_LINES = 40
 _MAX_CHARS = 80
 # What pydantic calls these kinds are Python's words.
-_BLOCK_ERRORS = ("model_type", "model_attributes_type", "dict_type")
+_BLOCK_ERRORS = ("model_type", "model_attributes_type")
+_WORD = re.compile(r"[\w.:/-]+")
 # Errors whose value is shown. A text that only has the wrong form may hold a secret, and our own checks quote what they
 # want to.
 _TELLING_ERRORS = ("literal_error", "enum", "int_", "float_", "bool_", "greater_than", "less_than", "finite_number")
@@ -114,7 +116,9 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
 
 def _message(problem: Any, models: Sequence[type[BaseModel]], root: type[BaseModel]) -> str:
     given = str(problem["input"])[:_MAX_CHARS]
-    value = "null" if problem["input"] is None else repr(given)
+    value = _not_quoted(problem["input"])
+    if problem["type"] == "dict_type":
+        return f"expected a block, each line of it NAME: value, not {value}"
     if problem["type"] in _BLOCK_ERRORS:
         keys = sorted({key for held in models for key in held.model_fields})
         off = [f"; {_SWITCHES[key]} switches it off" for key in keys if key in _SWITCHES and problem["input"] is None]
@@ -130,6 +134,15 @@ def _message(problem: Any, models: Sequence[type[BaseModel]], root: type[BaseMod
         return message
     shown = repr(given) if isinstance(problem["input"], str) else "null" if problem["input"] is None else given
     return f"{message} (given {shown})"
+
+
+def _not_quoted(given: Any) -> str:
+    """Return what is no list or block: a word as it is, and what may hold a secret by its kind."""
+    if isinstance(given, list | dict):
+        return f"a {'list' if isinstance(given, list) else 'block'}"
+    if isinstance(given, str) and not _WORD.fullmatch(given):
+        return "text"
+    return "null" if given is None else repr(str(given)[:_MAX_CHARS])
 
 
 def _not_text(given: Any) -> str:

@@ -1,7 +1,8 @@
 """The base of every config block: unknown keys and values out of bounds are errors, and nothing is rewritten."""
 
-from collections.abc import Mapping
-from typing import Any, get_args
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -17,17 +18,20 @@ class StrictModel(BaseModel):
         """Refuse true and false, and what YAML reads as these, where a number is meant: they would count as 1 and 0."""
         if not isinstance(values, dict):
             return values
-        wrong = [key for key, value in values.items() if isinstance(value, bool) and cls._is_number(key)]
+        wrong = [
+            f"{key}={json.dumps(value)} is no number" if isinstance(value, bool) else f"{key} holds {json.dumps(truth)}"
+            for key, value in values.items()
+            for truth in _booleans(value)
+            if cls._is_number(key)
+        ]
         if wrong:
-            raise ValueError("; ".join(f"{key}={str(values[key]).lower()} is no number" for key in wrong))
+            raise ValueError("; ".join(dict.fromkeys(wrong)))
         return values
 
     @classmethod
     def _is_number(cls, key: str) -> bool:
         field = cls.model_fields.get(key)
-        forms = (field.annotation, *get_args(field.annotation)) if field else ()
-        # A form may have bounds of its own: `Annotated[float, Field(ge=1)] | None`.
-        kinds = {getattr(form, "__origin__", form) for form in forms}
+        kinds = _kinds(field.annotation) if field else set()
         return bool(kinds & {int, float}) and bool not in kinds
 
     @classmethod
@@ -43,3 +47,18 @@ class StrictModel(BaseModel):
             The keys; none unless a block overrides this.
         """
         return set()
+
+
+def _booleans(value: Any) -> Iterator[bool]:
+    if isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _booleans(item)
+
+
+def _kinds(form: Any) -> set[Any]:
+    """Return the types that a field may hold, by itself or in lists; each may have bounds of its own."""
+    if get_origin(form) is Annotated:
+        return _kinds(get_args(form)[0])
+    return {form} if not get_args(form) else set().union(*map(_kinds, get_args(form)))

@@ -1,6 +1,8 @@
 """Records of a local file, a folder or the Hugging Face hub, each with its place for errors."""
 
 import contextlib
+import csv
+import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +37,8 @@ def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
         yield from _lines(path, config.split)
     elif path is not None and path.suffix == ".json":
         yield from _json(path, config.split)
+    elif path is not None and path.suffix == ".csv":
+        yield from _csv(path, config.split)
     else:
         for number, record in enumerate(_load_dataset(config, path), start=1):
             yield f"record {number}", record
@@ -97,7 +101,22 @@ def _json(path: Path, split: str) -> Iterator[tuple[str, Any]]:
             raise FileError(f"data file {path} is not JSON: {error}") from error
         yield from _lines(path, split)
         return
-    records = list(enumerate(value if isinstance(value, list) else [value], start=1))
+    yield from _numbered(path, split, value if isinstance(value, list) else [value])
+
+
+def _csv(path: Path, split: str) -> Iterator[tuple[str, Any]]:
+    """Read rows of text under the names in the first one; `datasets` would make numbers, days and nothing of it."""
+    try:
+        records = list(csv.DictReader(io.StringIO(read_words(path, "CSV data"), newline=""), strict=True))
+    except csv.Error as error:
+        raise FileError(f"data file {path} is not CSV: {error}") from error
+    if wide := [number for number, record in enumerate(records, start=1) if None in record]:
+        raise FileError(f"data file {path}, record {wide[0]}: it has more cells than the first line names")
+    yield from _numbered(path, split, records)
+
+
+def _numbered(path: Path, split: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    records = list(enumerate(values, start=1))
     for number, record in [record for part in _parts(path, split, len(records)) for record in records[part]]:
         yield f"record {number}", record
 

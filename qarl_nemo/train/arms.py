@@ -17,7 +17,7 @@ from rich.console import Console
 from qarl_nemo.config import ConfigError, literal, merge_mappings, validate, write_yaml
 from qarl_nemo.config.kinds import dump_as_written, without_meaningless
 from qarl_nemo.files import FileError, make_folder
-from qarl_nemo.train.config import CompareConfig, LocalConfig
+from qarl_nemo.train.config import MAX_SEED, CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
 from qarl_nemo.train.run_dir import RunStoppedError, RunToldError, is_complete, require_same_run, where_it_stands
 from qarl_nemo.train.time_limit import STARTED, limit_seconds
@@ -84,8 +84,9 @@ def expand_trained(config: LocalConfig, source: str) -> list[LocalConfig]:
     """
     assert config.compare is not None
     names = "|".join(re.escape(_slug(arm)) for arm in config.compare.arms)
-    found = (re.fullmatch(rf"(?:{names})-seed(0|[1-9]\d{{0,8}})", path.name) for path in config.run_dir.glob("*-seed*"))
-    seeds = {*config.compare.seeds, *(int(name[1]) for name in found if name)}
+    found = (re.fullmatch(rf"(?:{names})-seed(0|[1-9]\d{{0,9}})", path.name) for path in config.run_dir.glob("*-seed*"))
+    legal = {seed for name in found if name and (seed := int(name[1])) <= MAX_SEED}
+    seeds = {*config.compare.seeds, *legal}
     compare = config.compare.model_copy(update={"seeds": sorted(seeds)})
     runs = expand_arms(config.model_copy(update={"compare": compare}), source)
     order = list(compare.arms)

@@ -19,7 +19,8 @@ from qarl_nemo.update_aware import UpdateAwareScale
 _MAX_BILLIONS = 100
 _MAX_RESPONSES = 1 << 20
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_Seed = Annotated[int, Field(ge=0, lt=2**32)]
+MAX_SEED = 2**32 - 1
+_Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 class ModelInit(StrictModel):

@@ -28,6 +28,7 @@ from qarl_nemo.train.checkpoint import checkpoint_dir, checkpoint_steps
 from qarl_nemo.train.config import ModelInit
 from qarl_nemo.train.model import tiny_config
 from qarl_nemo.train.run import LOCK_FILE
+from qarl_nemo.train.run_dir import RunToldError
 from qarl_nemo.train.tokenizer import character_tokenizer
 from support.megatron.results import keep_megatron
 from support.needs import MEGATRON
@@ -175,6 +176,18 @@ def test_another_run_is_refused_before_ranks_start_and_changes_nothing(tmp_path,
     with pytest.raises(ConfigError, match="seed: there 3, now 9"):
         launch.train_with_megatron(make_config(tmp_path, policy=policy, seed=9))
     assert (len(started), sorted(tmp_path.rglob("*"))) == (1, before)
+
+
+def test_a_run_that_was_told_to_end_in_its_last_step_is_complete(tmp_path, monkeypatch):
+    from qarl_nemo.train.megatron import launch
+
+    monkeypatch.setattr(launch, "require_machine", lambda *_: None)
+    monkeypatch.setattr(launch, "launch_ranks", lambda *_: RunToldError.exit_code)
+    config = make_config(tmp_path, policy={"model_init": MODEL, "megatron_cfg": {"num_gpus": 2}})
+    with pytest.raises(RunToldError, match="stopped before the first step"):
+        launch.train_with_megatron(config)
+    monkeypatch.setattr(launch, "is_complete", lambda _: True)
+    launch.train_with_megatron(config)
 
 
 def largest_difference(records, expected) -> float:

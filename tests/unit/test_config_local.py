@@ -152,7 +152,7 @@ def test_reading_configs_leaves_torch_and_transformers_alone():
         ({"run_dir": None, "run": {"name": True}}, "run.name: expected text, not true; in quotes it is text: 'true'"),
         ({"run_dir": {"a": 1}}, "run_dir: expected text, not a block"),
         ({"run_dir": None}, "run_dir: expected text, not null"),
-        ({"qarl": {"schedule": {"bits": 2}}}, "qarl.schedule: expected a list, not \"{'bits': 2}\""),
+        ({"qarl": {"schedule": {"bits": 2}}}, "qarl.schedule: expected a list, not a block"),
         (
             {
                 "qarl": {"alignment": "none", "format": "bf16"},
@@ -291,6 +291,7 @@ def test_true_and_false_are_no_numbers_and_a_folder_has_a_name():
         ({"seed": True}, "seed=true is no number"),
         ({"grpo": {"max_num_steps": False, "val_period": True}}, "max_num_steps=false is no number; val_period=true"),
         ({"num_threads": True}, "num_threads=true is no number"),
+        ({"policy": {"optimizer": {"name": "adamw", "betas": [False, 0.9]}}}, "betas holds false"),
         # As a number it would be the scale that changes nothing.
         (
             {"policy": {"optimizer": {"name": "adamw", "update_aware_scale": True}}},

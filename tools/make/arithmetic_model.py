@@ -5,7 +5,7 @@
 `dense` is a Qwen2, with biases on q, k and v and an embedding that is also its head.
 Writes FOLDER/model (Hugging Face), FOLDER/train.jsonl and FOLDER/val.jsonl ({"input", "output"}, as NeMo-RL's
 `ResponseDataset` reads them). With a warm start the model first learns the answers by next-token prediction until that
-share of the held-out answers' tokens is right; from there on rewards can rise.
+share of the held-out answers is right; from there on rewards can rise.
 """
 
 import argparse
@@ -78,7 +78,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256, help="tasks a step of the warm start")
     parser.add_argument("--lr", type=float, default=1e-3, help="of the warm start")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not 0 <= arguments.warm_start <= 1:
+        parser.error(f"--warm-start {arguments.warm_start}: set a share from 0 to 1")
+    for name in ("largest", "max_steps", "batch"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: set 1 or more")
+    try:
+        torch.empty(1, device=arguments.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {arguments.device}: {str(error).splitlines()[0]}")
+    return arguments
 
 
 def _task(largest: int) -> dict[str, str]:
@@ -145,6 +155,10 @@ def _warm_start(
             print(f"warm start: step {step}, loss {loss.item():.3f}, {right:.1%} right", flush=True)
             if right >= arguments.warm_start:
                 return
+    raise SystemExit(
+        f"after --max-steps {arguments.max_steps} fewer than --warm-start {arguments.warm_start:.0%} of the held-out "
+        "answers are right, and no weights were written; take more steps, or ask for less"
+    )
 
 
 def _batch(tokenizer: PreTrainedTokenizerFast, tasks: list[dict[str, str]], device: str) -> tuple[Any, Any]:

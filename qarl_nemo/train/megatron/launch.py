@@ -66,7 +66,10 @@ def train_with_megatron(config: LocalConfig) -> None:
     make_folder(config.run_dir, "a run's folder")
     settings = literal(config.model_dump(mode="json"))
     code = launch_ranks(ranks, ["-m", "qarl_nemo.train.megatron.launch"], settings)
-    if code == RunToldError.exit_code and not is_complete(config):
+    if code == RunToldError.exit_code:
+        # Told in its last step it has nothing left to do.
+        if is_complete(config):
+            return
         raise RunToldError(where_it_stands(config))
     if code:
         raise RuntimeError(f"the Megatron learner's ranks ended with code {code}; what went wrong stands above")

@@ -39,6 +39,15 @@ def test_a_secret_in_plain_text_is_refused_without_showing_it(base, override, ca
     assert VALUE not in printed
 
 
+@pytest.mark.parametrize("key", ["env=[{}]", "env_from={}", "env_from.caller={}", "launcher.connect='ssh {}'"])
+def test_a_secret_in_the_wrong_place_is_not_shown_either(key, capsys):
+    config = ROOT / "docker" / "clusters" / "hosts.yaml"
+    assert main(["launch", str(config), "--dry-run", key.format(f"{NAME}={VALUE}")]) == 2
+    printed = "".join(capsys.readouterr())
+    assert key.partition("=")[0] in printed
+    assert VALUE not in printed
+
+
 def test_a_reference_to_a_variable_is_no_secret_nor_is_a_volume():
     example("slurm", "command='python run.py x.env_vars={HF_TOKEN: $HF_TOKEN}'")
     example("hosts_container", "container.args=['--volume=/home/me/token:/token']")

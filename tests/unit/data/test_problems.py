@@ -116,7 +116,8 @@ def test_a_folder_like_the_hubs_has_the_named_subset(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("a.csv", 'question,answer\n"a,1\n', "a.csv, split 'train', cannot be loaded: Error tokeniz"),
+        ("a.csv", 'question,answer\n"a,1\n', "data file .*a.csv is not CSV: unexpected end of data"),
+        ("a.csv", "question,answer\na,1,2\n", "a.csv, record 1: it has more cells than the first line names"),
         ("a.json", '[{"question": 1', "data file .*a.json is not JSON: Expecting"),
         ("a.json", '[{"question": 1,\n"answer": ', "data file .*a.json is not JSON: Expecting"),
         ("a.json", r'[{"problem": "\ud800", "answer": "1"}]', "data file .*a.json is not JSON: .*surrogates"),
@@ -141,6 +142,10 @@ def test_a_json_file_says_what_its_lines_would_say(tmp_path):
     for path in (listed, named_json):
         assert read_tasks(DatasetConfig(data_path=str(path))) == tasks
         assert read_tasks(DatasetConfig(data_path=str(path), split="train[1:3]")) == tasks[1:3]
+    rows = tmp_path / "rows.csv"
+    rows.write_text("problem,answer\r\n" + "".join(f"When?,{answer}\r\n" for answer in answers))
+    assert read_tasks(DatasetConfig(data_path=str(rows))) == tasks
+    assert read_tasks(DatasetConfig(data_path=str(rows), split="train[1:3]")) == tasks[1:3]
     listed.write_text(json.dumps(records[0]))
     assert read_tasks(DatasetConfig(data_path=str(listed))) == tasks[:1]
 

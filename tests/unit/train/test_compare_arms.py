@@ -248,11 +248,12 @@ def test_the_report_of_one_seed_has_those_of_other_commands_too(qarl, tmp_path, 
     monkeypatch.setattr(
         "qarl_nemo.cli.train._write_report", lambda runs, _: reported.append([run.name for run in runs])
     )
-    for name in ("other-seed7", "ours-seed", "ours-seed02"):
+    for name in ("other-seed7", "ours-seed", "ours-seed02", f"ours-seed{2**32}", f"ours-seed{2**32 - 1}"):
         (tmp_path / name).mkdir()
     assert qarl("train", path)[0] == 0
     assert qarl("train", path, "--arm", "a/b", "compare.seeds=[2]")[0] == 0
-    assert reported == [["ours-seed4", "a-b-seed4"], ["ours-seed4", "a-b-seed2", "a-b-seed4"]]
+    ours = ["ours-seed4", f"ours-seed{2**32 - 1}"]
+    assert reported == [[*ours, "a-b-seed4"], [*ours, "a-b-seed2", "a-b-seed4"]]
 
 
 def test_seeds_of_one_arm_have_the_same_settings_and_nothing_starts_where_they_would_not(qarl, tmp_path, monkeypatch):
