@@ -77,7 +77,10 @@ def memory(
     alike = {"gradient_bytes": gradient_bytes, "logprob_chunk": logprob_chunk, "nested_in": nested_in}
     # Named twice, one would stand in the table twice.
     chosen = product(dict.fromkeys(optimizer or OPTIMIZERS), dict.fromkeys(recompute or ("full", "none")))
-    learners = [learner(**alike, optimizer=name, recompute=kind) for name, kind in chosen]
+    # As NeMo-RL's recipes have Adam: BF16 moments need the precision-aware one, which takes gradients as they are.
+    learners = [
+        learner(**alike, optimizer=name, recompute=kind, precision_aware=name == "adam_bf16") for name, kind in chosen
+    ]
     engine = attempt(problems, _engine, size, gpus, engine_tp, engine_ep)
     ranks = _layouts(problems, size, layout, gpus)
     _require_none(problems)

@@ -118,7 +118,7 @@ def _kept_bytes(model: ModelSize, one: Candidate) -> float:
 def _savings(model: ModelSize, one: Candidate) -> Iterator[str]:
     changes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("--recompute full", {"recompute": "full"}),
-        ("--optimizer adam_bf16", {"optimizer": "adam_bf16"}),
+        ("--optimizer adam_bf16", {"optimizer": "adam_bf16", "precision_aware": True}),
         ("--logprob-chunk 1024", {"logprob_chunk": 1024}),
         ("--no-keep-operand", {"keep_operand": False}),
         ("--gradient-bytes 2", {"gradient_bytes": 2}),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from qarl_formats import VllmKernels
+from qarl_formats import QuantFormat, VllmKernels, get_format
 from qarl_nemo.architecture import FAMILIES, config_file, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.scheme import nearest_format, stored_format
@@ -101,8 +101,14 @@ def require_own_format(model: Path, learner: Learner) -> None:
         )
     if stored is None or learner.record is None:
         return
+    held = get_format(stored.name).num_bits
+    if stored.num_bits != held:
+        raise ValueError(
+            f"{model}: its codes are stored in their own {stored.num_bits} bits, and a run holds {stored.name} in "
+            f"{held}; make one with qarl quantize without --own-width"
+        )
     options = []
-    if stored.bits_per_weight != learner.record.bits_per_weight:
+    if _taken(stored) != _taken(learner.record):
         size = f" --group-size {stored.group_size}" if stored.group_sizes else ""
         options.append(f"--format {stored.name}{size}")
     # A config.json alone does not say which layers these are.
@@ -113,3 +119,8 @@ def require_own_format(model: Path, learner: Learner) -> None:
         raise ValueError(
             f"{model} is stored as {stored.name}, as which a frozen base is executed: add {' '.join(options)}"
         )
+
+
+def _taken(fmt: QuantFormat) -> tuple[float, str, int]:
+    """Return what decides how much memory a format takes, and which engines serve it beside adapters."""
+    return fmt.bits_per_weight, fmt.activation_kind, fmt.operand_bytes

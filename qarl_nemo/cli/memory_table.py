@@ -43,6 +43,7 @@ def memory_table(
     sums = " + ".join(_HEADERS[name] for name in PARTS[:-2])
     caption = [
         f"peak = {sums} + the larger of working and logits. tokens: the largest micro-batch that fits.",
+        *_step_caption(shown),
         *operand_caption(first.learner, "packed"),
         *([f"The best first: {ORDER}."] if len(shown) > 1 else []),
         *([f"Not shown, because they do not fit: {hidden}; --all shows them."] if hidden else []),
@@ -59,6 +60,14 @@ def memory_table(
         names = (one.ranks.name, one.learner.optimizer, one.learner.recompute)
         table.add_row(*names, *sizes, fits, str(one.tokens or "-"), *more)
     return table
+
+
+def _step_caption(shown: Sequence[Candidate]) -> list[str]:
+    names = dict.fromkeys(one.learner.optimizer for one in shown if one.memory.step_decides)
+    if not names:
+        return []
+    step = "weights + gradients + state + the FP32 copies of gradients that a step makes"
+    return [f"With {' and '.join(names)} a step needs more, {step}: there it is the peak."]
 
 
 def served_by_none(refusals: Sequence[str]) -> list[str]:

@@ -121,6 +121,11 @@ class Memory:
         return self.static_bytes + max(self._backward, self._step)
 
     @property
+    def step_decides(self) -> bool:
+        """Whether the peak is the optimizer's step, which copies gradients to FP32, and not the backward."""
+        return self._step > self._backward
+
+    @property
     def fp32_gradients_help(self) -> bool:
         """Whether the peak would be lower with FP32 gradients, twice as large, of which a step makes no copies."""
         return self._step > self.parts["gradients"] + self._backward

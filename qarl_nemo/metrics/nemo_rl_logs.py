@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
 from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
 from qarl_nemo.metrics.nemo_rl_dumps import read_dump
 from qarl_nemo.metrics.recorded import FACTS_FILE
+from qarl_nemo.metrics.tensorboard_file import read_events
 
 CONFIG_FILE = "config.yaml"
 _EVENTS = "tensorboard"
@@ -213,7 +212,8 @@ def _starts(path: Path) -> list[Path]:
         dumped = any(folder.glob("train_data_step*.jsonl"))
         return not (folder / "metrics.jsonl").exists() and ((folder / _EVENTS).is_dir() or dumped)
 
-    if not path.is_dir():
+    # A run of the embedded engine's is one, whatever lies in its folder.
+    if not path.is_dir() or (path / "metrics.jsonl").exists():
         return []
     return [path] if is_start(path) else [folder for folder in sorted(path.glob("exp_*")) if is_start(folder)]
 
@@ -228,7 +228,7 @@ def _read_scalars(folder: Path) -> dict[int, dict[str, float]]:
     for file in sorted(folder.glob("events.out.tfevents.*")):
         require_file(file, "TensorBoard's events")
         try:
-            for event in LegacyEventFileLoader(str(file)).Load():
+            for event in read_events(file):
                 for value in event.summary.value:
                     if value.HasField("simple_value"):
                         steps.setdefault(event.step, {})[value.tag] = value.simple_value

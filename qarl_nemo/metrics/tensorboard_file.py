@@ -1,13 +1,15 @@
-"""A TensorBoard event file, written in the caller's thread so that a full disk is an error the caller sees."""
+"""TensorBoard's event files: written in the caller's thread, so that it sees the error of a full disk, and read."""
 
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from qarl_nemo.files import FileError, make_folder, os_reason
@@ -57,3 +59,25 @@ class TensorboardFile:
             self._records.flush()
         except OSError as error:
             raise FileError(f"{self._file.name} cannot be written: {os_reason(error)}") from error
+
+
+def read_events(file: Path) -> Iterator[Event]:
+    """Yield a file's events; TensorBoard's own loader ends at a damaged one as at the last, and says nothing.
+
+    Args:
+        file: an event file, perhaps still written, whose last event may be cut short.
+
+    Raises:
+        DataLossError: an event is damaged.
+    """
+    reader = PyRecordReader_New(str(file))
+    while True:
+        try:
+            reader.GetNext()
+        except OutOfRangeError:
+            return
+        except DataLossError as error:
+            if "truncated record" in str(error):
+                return
+            raise
+        yield Event.FromString(reader.record())

@@ -205,10 +205,14 @@ def test_where_nothing_fits_the_nearest_says_what_to_change(qarl):
     assert said.startswith(
         "Nothing fits 79 GiB. The nearest, tp2_ep8 + adam + full recompute, misses by 2.5 GiB with 8,192 tokens a "
         "micro-batch. Change: --tokens 4096 (fits tp2_ep8 + adam + full recompute), --optimizer adam_bf16 (saves "
-        "21.3 GiB), --logprob-chunk 1024 (saves 1.4 GiB), --gradient-bytes 2 (saves 8.2 GiB), more --gpus or --lora"
+        "21.3 GiB), --logprob-chunk 1024 (saves 1.4 GiB), --gradient-bytes 2 (saves 2.1 GiB), more --gpus or --lora"
     )
-    for change in (["--tokens", 4096], ["--optimizer", "adam_bf16"], ["--gradient-bytes", 2]):
+    for change in (["--tokens", 4096], ["--optimizer", "adam_bf16"]):
         assert qarl("memory", MODEL, *options, *change)[1].startswith("Fits 79 GiB: ")
+    # As NeMo-RL's recipes have it, Adam copies gradients of 2 bytes to FP32 for its step.
+    printed = " ".join(qarl("memory", MODEL, *options, "--gradient-bytes", 2)[1].split())
+    assert printed.startswith("Nothing fits 79 GiB")
+    assert "With adam a step needs more, weights + gradients + state + the FP32 copies of gradients" in printed
     assert "--recompute full (saves 36.0 GiB)" in " ".join(
         qarl("memory", MODEL, "--layout", "ep8", "--optimizer", "adam", "--recompute", "none")[1].split()
     )

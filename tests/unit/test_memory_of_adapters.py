@@ -117,6 +117,32 @@ def test_a_quantized_base_is_computed_as_it_is_stored(tmp_path, qarl):
     assert code == 0, printed
 
 
+@pytest.mark.parametrize(
+    ("stored", "asked"), [("w4a8", "w4a16"), ("int8", "fp8_channel"), ("fp8_channel", "int8"), ("w4a16", "nvfp4")]
+)
+def test_a_base_of_as_many_bits_is_none_of_another_format(stored, asked, tmp_path, qarl):
+    config = json.loads((MODEL / "config.json").read_text())
+    config["quantization_config"] = quantization_config(get_format(stored), ignore=[])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, printed = qarl("memory", tmp_path, "--lora", 32, "--format", asked)
+    assert code == 2
+    assert f"is stored as {stored}, as which a frozen base is executed: add --format {stored}" in " ".join(
+        printed.split()
+    )
+
+
+def test_codes_of_their_own_width_are_no_base(tmp_path, qarl):
+    config = json.loads((MODEL / "config.json").read_text())
+    config["quantization_config"] = quantization_config(get_format("w3a16", own_width=True), ignore=[])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for options in ((), ("--format", "w3a16")):
+        code, printed = qarl("memory", tmp_path, "--lora", 32, *options)
+        assert code == 2
+        assert "stored in their own 3 bits, and a run holds w3a16 in 4; make one with qarl quantize without" in (
+            " ".join(printed.split())
+        )
+
+
 def test_a_base_that_no_run_executes_is_refused(tmp_path, qarl):
     config = json.loads((MODEL / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
