@@ -89,10 +89,10 @@ def _compare(
     assert settings.compare is not None
     require_effect(settings.compare, overrides)
     runs = select_arms(expand_arms(settings, str(source)), arms)
+    # A check tells all that is wrong with the runs themselves together.
+    require_alike(runs, [run for run in expand_trained(settings, str(source)) if not (check and run in runs)])
     if check:
         check_runs(runs)
-    require_alike(runs, expand_trained(settings, str(source)))
-    if check:
         return
     _require_gpu(runs)
     make_folder(settings.run_dir, "the folder of a comparison")

@@ -116,7 +116,7 @@ def _explain(problem: Any, model: type[BaseModel]) -> str:
 
 def _message(problem: Any, models: Sequence[type[BaseModel]], root: type[BaseModel]) -> str:
     given = str(problem["input"])[:_MAX_CHARS]
-    value = _not_quoted(problem["input"])
+    value = _named(problem["input"])
     if problem["type"] == "dict_type":
         return f"expected a block, each line of it NAME: value, not {value}"
     if problem["type"] in _BLOCK_ERRORS:
@@ -136,8 +136,8 @@ def _message(problem: Any, models: Sequence[type[BaseModel]], root: type[BaseMod
     return f"{message} (given {shown})"
 
 
-def _not_quoted(given: Any) -> str:
-    """Return what is no list or block: a word as it is, and what may hold a secret by its kind."""
+def _named(given: Any) -> str:
+    """Name a value: a word as it is, a list, a block or other text, which may hold a secret, by its kind alone."""
     if isinstance(given, list | dict):
         return f"a {'list' if isinstance(given, list) else 'block'}"
     if isinstance(given, str) and not _WORD.fullmatch(given):
@@ -146,11 +146,8 @@ def _not_quoted(given: Any) -> str:
 
 
 def _not_text(given: Any) -> str:
-    # A list or a block may hold a secret.
-    if isinstance(given, list | dict):
-        return f"expected text, not a {'list' if isinstance(given, list) else 'block'}"
-    if given is None:
-        return "expected text, not null"
+    if given is None or isinstance(given, list | dict):
+        return f"expected text, not {_named(given)}"
     word = str(given).lower() if isinstance(given, bool) else str(given)[:_MAX_CHARS]
     return f"expected text, not {word}; in quotes it is text: '{word}'"
 

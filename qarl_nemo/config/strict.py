@@ -19,7 +19,9 @@ class StrictModel(BaseModel):
         if not isinstance(values, dict):
             return values
         wrong = [
-            f"{key}={json.dumps(value)} is no number" if isinstance(value, bool) else f"{key} holds {json.dumps(truth)}"
+            f"{key}={json.dumps(value)} is no number"
+            if isinstance(value, bool)
+            else f"{key} holds {json.dumps(truth)}, no number"
             for key, value in values.items()
             for truth in _booleans(value)
             if cls._is_number(key)

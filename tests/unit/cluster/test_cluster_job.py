@@ -6,12 +6,19 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("ray")
 
-from qarl_nemo.cluster import job, node
+from qarl_nemo.cluster import job, logs, node
+
+
+class Named(NamedTuple):
+    """Stands for a node."""
+
+    name: str
 
 
 class Gone:
@@ -24,6 +31,17 @@ class Gone:
         raise BrokenPipeError
 
     buffer = property(lambda self: self)
+
+
+def test_logs_that_could_not_be_copied_once_are_copied_again_and_told_of_once(monkeypatch, tmp_path):
+    only, started, said = Named("a"), [], []
+    monkeypatch.setattr(logs, "run_on", lambda nodes, *_: started.append(list(nodes)) or dict.fromkeys(nodes, 0))
+    monkeypatch.setattr(logs.ray, "wait", lambda copies, timeout: (copies, []))
+    monkeypatch.setattr(logs, "results", lambda done, timeout_s: ({}, dict.fromkeys(done, "a file is gone")))
+    collector = logs.LogCollector([only], tmp_path, period_s=0.0, say=said.append)
+    for _ in range(3):
+        collector.poll()
+    assert (started, said) == ([[only]] * 3, ["logs of a are not complete: a file is gone"])
 
 
 def test_a_launcher_that_is_gone_costs_no_line_of_the_logs(monkeypatch, tmp_path):
