@@ -181,10 +181,15 @@ class ModelEvaluation:
         longest = min(benchmark.max_prompt_tokens, context - 1)
         prompts = {index: ids for index, ids in encoded.items() if len(ids) <= longest}
         if not prompts:
+            shortest = min(map(len, encoded.values()))
+            why = (
+                "leave room for an answer in this model's positions"
+                if longest < benchmark.max_prompt_tokens
+                else "are asked"
+            )
             raise ValueError(
-                f"{self.model.label}: the prompts of {benchmark.name} have {min(map(len, encoded.values()))} tokens or "
-                f"more; of those with at most {benchmark.max_prompt_tokens} none, or none in the {context} positions "
-                "of this model, leaves room for an answer"
+                f"{self.model.label}: all prompts of {benchmark.name} are too long: the shortest has {shortest} tokens, "
+                f"and at most {longest} {why}"
             )
         room = context - max(map(len, prompts.values()))
         params = SamplingParams(min(benchmark.max_new_tokens, room), benchmark.temperature, benchmark.top_p)

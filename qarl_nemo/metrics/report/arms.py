@@ -1,6 +1,7 @@
 """Arms of a comparison: runs that differ only by seed, their common colour and their curves as mean and range."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,15 +102,20 @@ def group_by_arm(runs: list[Run], variant: str | None = None) -> list[Arm]:
     return sorted(arms, key=lambda arm: (order.index(bases[arm.name]), arm.dashed))
 
 
+def mixed_settings(runs: Sequence[Run]) -> list[str]:
+    """List the keys in which repetitions of one arm may not differ, and these runs do."""
+    flat = [flatten(run.config) for run in runs if run.config]
+    keys = sorted({key for settings in flat for key in settings if not key.startswith(_OF_A_RUN)})
+    return [key for key in keys if len({str(settings.get(key)) for settings in flat}) > 1]
+
+
 def _no_repetitions(runs: list[Run]) -> set[str]:
     """Return arms that nobody named, of runs whose settings differ; their mean would be nothing's."""
-    settings: dict[str, set[str]] = {}
+    unnamed: dict[str, list[Run]] = {}
     for run in runs:
         if not run.setting("run.arm"):
-            flat = sorted(flatten(run.config).items())
-            alike = str([(key, value) for key, value in flat if not key.startswith(_OF_A_RUN)])
-            settings.setdefault(run.arm, set()).add(alike)
-    return {arm for arm, distinct in settings.items() if len(distinct) > 1}
+            unnamed.setdefault(run.arm, []).append(run)
+    return {arm for arm, members in unnamed.items() if mixed_settings(members)}
 
 
 def finite_points(run: Run, key: str) -> tuple[Floats, Floats]:

@@ -10,7 +10,7 @@ from qarl_nemo import __version__
 from qarl_nemo.files import FileError, read_text, require_file, require_makeable, write_atomic
 from qarl_nemo.metrics.nemo_rl_logs import find_config
 from qarl_nemo.metrics.report import tables
-from qarl_nemo.metrics.report.arms import group_by_arm
+from qarl_nemo.metrics.report.arms import Arm, group_by_arm, mixed_settings
 from qarl_nemo.metrics.report.bands import objective_bands
 from qarl_nemo.metrics.report.examples import example_rows
 from qarl_nemo.metrics.report.noise import stage_rows
@@ -54,7 +54,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         "runs": runs,
         "arms": arms,
         "sections": sections,
-        "notices": _notices(runs),
+        "notices": [*_arm_notices(arms), *_notices(runs)],
         "cards": tables.headline(runs[0]) if len(runs) == 1 else [],
         "arm_rows": tables.arm_rows(arms),
         "seeds": tables.seed_table(arms),
@@ -90,6 +90,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _arm_notices(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    mixed = [(arm, keys) for arm in arms if (keys := mixed_settings(arm.runs))]
+    return [
+        {"run": arm.name, "problems": [f"its {len(arm.runs)} runs are averaged, and differ in {', '.join(keys)}"]}
+        for arm, keys in mixed
+    ]
 
 
 def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -160,6 +160,9 @@ def test_runs_of_other_settings_are_no_seeds_of_one_arm(tmp_path, make_run):
     longer = [make_run(f"s{seed}", seed=seed, grpo={"max_num_steps": 10 * seed}, num_threads=seed) for seed in (3, 4)]
     named = [make_run(f"n{seed}", seed=seed, arm="mine", optimizer={"lr": 1e-6 * seed}) for seed in (5, 6)]
     assert [len(arm.runs) for arm in group_by_arm(load_runs([*longer, *named]))] == [2, 2]
+    page = report([*longer, *named], tmp_path)
+    assert "<b>Note on mine</b>" in page and "its 2 runs are averaged, and differ in optimizer.lr<" in page
+    assert page.count("are averaged") == 1
 
 
 def test_each_validation_set_is_drawn_for_itself(tmp_path, make_run):
