@@ -63,7 +63,9 @@ def test_a_long_prompt_shortens_answers_and_the_notes_say_so(models, tmp_path):
         notes([row | {"model": "m"}])
     )
     (tmp_path / "answers.jsonl").unlink()
-    with pytest.raises(ValueError, match="the shortest has 256 tokens, and at most 255 leave room for an answer in this model"):
+    with pytest.raises(
+        ValueError, match="the shortest has 256 tokens, and at most 255 leave room for an answer in this model"
+    ):
         planned(tmp_path, models["bare"], question="1+" * 128, **words)
     assert not (tmp_path / "answers.jsonl").exists()
 

@@ -188,8 +188,8 @@ class ModelEvaluation:
                 else "are asked"
             )
             raise ValueError(
-                f"{self.model.label}: all prompts of {benchmark.name} are too long: the shortest has {shortest} tokens, "
-                f"and at most {longest} {why}"
+                f"{self.model.label}: all prompts of {benchmark.name} are too long: the shortest has {shortest} "
+                f"tokens, and at most {longest} {why}"
             )
         room = context - max(map(len, prompts.values()))
         params = SamplingParams(min(benchmark.max_new_tokens, room), benchmark.temperature, benchmark.top_p)
