@@ -11,7 +11,9 @@ from qarl_nemo.cli.program import command
 from qarl_nemo.config.problems import attempt
 
 if TYPE_CHECKING:
+    from qarl_nemo.measure.eval.evaluation import ModelEvaluation
     from qarl_nemo.measure.eval.settings import EvalSettings
+    from qarl_nemo.measure.eval.store import Row
     from qarl_nemo.train.config import TokenizerConfig
 
 Models = Annotated[
@@ -136,10 +138,8 @@ def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
     Raises:
         RunStoppedError: it was interrupted from the keyboard.
     """
-    from rich.console import Console
-
     from qarl_nemo.files import exclusive, make_folder
-    from qarl_nemo.measure.eval.output import answers_path, first_prompts, lock_for, notes, results_table, write_results
+    from qarl_nemo.measure.eval.output import answers_path, first_prompts, left_out, lock_for, write_results
     from qarl_nemo.measure.eval.run import plan, run
     from qarl_nemo.measure.eval.settings import prepare
     from qarl_nemo.measure.eval.store import AnswerStore
@@ -151,6 +151,7 @@ def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
     make_folder(output.parent, "the folder of an evaluation")
     with exclusive(lock_for(output), f"the evaluation {output}"):
         evaluations = plan(job, AnswerStore(answers, job.fixed_settings()))
+        lost = left_out(job)
         total, done = (
             sum(counts) for counts in zip(*((one.num_answers, one.num_kept) for one in evaluations), strict=True)
         )
@@ -171,10 +172,21 @@ def evaluate(settings: "EvalSettings", beside: Sequence[str] = ()) -> None:
                 rows = run(evaluations, show, lambda found: write_results(job, found))
             except KeyboardInterrupt:
                 raise RunStoppedError(f"stopped with {done} of {total} answers; the same command goes on") from None
+    _tell(rows, evaluations)
+    if lost:
+        kept = f"{answers} keeps these answers, name them again with the rest"
+        typer.echo(f"{output} no longer has {', '.join(lost)}: {kept}")
+    typer.echo(f"written: {output}, {answers}")
+
+
+def _tell(rows: "Sequence[Row]", evaluations: "Sequence[ModelEvaluation]") -> None:
+    from rich.console import Console
+
+    from qarl_nemo.measure.eval.output import notes, results_table
+
     console = Console()
     console.print(results_table(rows))
     for note in notes(rows):
         console.print(note, markup=False)
     if differently := sum(one.num_differently for one in evaluations):
         console.print(f"{differently} of the kept answers are judged differently than by the checker of that time")
-    typer.echo(f"written: {output}, {answers}")

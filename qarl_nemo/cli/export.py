@@ -1,5 +1,6 @@
 """`qarl export`."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -44,4 +45,4 @@ def export(
     with shard_progress() as show:
         report = export_run(run, destination, dequantize=dequantize, overwrite=overwrite, progress=show)
     typer.echo(f"{report.destination}: {len(report.rows)} tensors in BF16, {readable_bytes(report.plan.num_bytes)}")
-    typer.echo(f"serve it: vllm serve {report.destination}")
+    typer.echo(f"serve it: vllm serve {shlex.quote(str(report.destination))}")

@@ -11,6 +11,8 @@ import typer
 from qarl_nemo.cli.program import command
 from qarl_nemo.cli.train_check import check_runs
 
+_REPORT = "report.html"
+
 if TYPE_CHECKING:
     from qarl_nemo.train.config import LocalConfig
 
@@ -51,8 +53,7 @@ def train(
     elif check:
         check_runs([settings])
     else:
-        _train_one(settings)
-        _write_report([settings.run_dir], settings.run_dir)
+        _train_and_report(settings)
 
 
 def _require_options(context: typer.Context, given: list[str]) -> None:
@@ -78,10 +79,12 @@ def _compare(
 ) -> None:
     from qarl_nemo.files import exclusive, make_folder
     from qarl_nemo.train.arms import (
+        RunsFailedError,
         expand_arms,
         expand_trained,
         require_alike,
         require_effect,
+        require_reach,
         run_arms,
         select_arms,
     )
@@ -89,6 +92,7 @@ def _compare(
     assert settings.compare is not None
     require_effect(settings.compare, overrides)
     runs = select_arms(expand_arms(settings, str(source)), arms)
+    require_reach(settings, runs, overrides)
     # A check tells all that is wrong with the runs themselves together.
     require_alike(runs, [run for run in expand_trained(settings, str(source)) if not (check and run in runs)])
     if check:
@@ -96,22 +100,32 @@ def _compare(
         return
     _require_gpu(runs)
     make_folder(settings.run_dir, "the folder of a comparison")
-    ran = run_arms(runs, parallel)
+    try:
+        ran, failure = run_arms(runs, parallel), None
+    except RunsFailedError as error:
+        ran, failure = [], error
     # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
     with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
         every = expand_trained(settings, str(source))
-        _write_report([run.run_dir for run in every if run.run_dir in ran or _ran_before(run)], settings.run_dir)
+        if reported := [run.run_dir for run in every if run.run_dir in ran or _ran_before(run)]:
+            _write_report(reported, settings.run_dir)
+    if failure:
+        raise failure
 
 
 def _ran_before(run: "LocalConfig") -> bool:
     from qarl_nemo.config import ConfigError
     from qarl_nemo.files import FileError
+    from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
     from qarl_nemo.train.run_dir import is_complete
 
     # Another run's folder is none of this command's business, since it did not ask for this arm.
     with contextlib.suppress(FileError):
         try:
-            return is_complete(run)
+            if is_complete(run):
+                return True
+            if steps := recorded_steps(run.run_dir / METRICS_FILE):
+                typer.echo(f"{run.name} is not in the report: it has {steps} of {run.grpo.max_num_steps} steps")
         except ConfigError:
             typer.echo(f"{run.name} is not in the report: its folder holds a run with another config")
     return False
@@ -128,6 +142,23 @@ def _train_one(settings: "LocalConfig") -> None:
         train_with_megatron(settings)
 
 
+def _train_and_report(settings: "LocalConfig") -> None:
+    from qarl_nemo.config import ConfigError
+    from qarl_nemo.files import FileError
+    from qarl_nemo.train.run_dir import is_complete
+
+    complete = False
+    with contextlib.suppress(ConfigError, FileError):
+        complete = is_complete(settings) and (settings.run_dir / _REPORT).is_file()
+    _train_one(settings)
+    try:
+        _write_report([settings.run_dir], settings.run_dir)
+    except FileError as error:
+        if not complete:
+            raise
+        typer.echo(f"its report stays as it is: {error}")
+
+
 def _require_gpu(runs: list["LocalConfig"]) -> None:
     """Refuse a comparison that needs a GPU once, not in every run's log; without one that does, torch stays away."""
     if any(run.device == "cuda" for run in runs):
@@ -140,4 +171,4 @@ def _write_report(run_dirs: list[Path], folder: Path) -> None:
     from qarl_nemo.metrics.report import write_report, write_summary_figure
 
     write_summary_figure(run_dirs, folder / "summary.png")
-    typer.echo(f"report: {write_report(run_dirs, folder / 'report.html')}")
+    typer.echo(f"report: {write_report(run_dirs, folder / _REPORT)}")

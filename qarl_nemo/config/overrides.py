@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from qarl_nemo.config.kinds import without_meaningless
 from qarl_nemo.config.models import annotations
 from qarl_nemo.config.problems import ConfigError
-from qarl_nemo.config.yaml_file import check_yaml_size, merge_mappings
+from qarl_nemo.config.yaml_file import check_yaml, merge_mappings
 
 # `compare.arms={...}` replaces all arms, as in a file; an assignment that goes deeper means one of them.
 _INTO_AN_ARM = "compare.arms."
@@ -96,7 +96,7 @@ def _assignment(text: str, model: type[BaseModel], arms: list[str]) -> dict[str,
         raise ValueError(text)
     if _is_text(value, annotations(keys, [model])):
         return _nested(keys, value)
-    check_yaml_size(value)
+    check_yaml(value)
     if keys != key.split("."):
         only: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
         return _nested(keys, only["value"])

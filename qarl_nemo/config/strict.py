@@ -1,14 +1,16 @@
 """The base of every config block: unknown keys and values out of bounds are errors, and nothing is rewritten."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 
 class StrictModel(BaseModel):
-    """A config block: unknown keys are errors, values are never rewritten, numbers are finite."""
+    """A config block: unknown keys are errors, numbers are finite, and values are not rewritten, but for `InHome`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -49,6 +51,15 @@ class StrictModel(BaseModel):
             The keys; none unless a block overrides this.
         """
         return set()
+
+
+def _with_home(path: Any) -> Any:
+    # A shell leaves `policy.model_path=~/model` as it is, and a folder called ~ is nobody's wish.
+    return type(path)(os.path.expanduser(path)) if isinstance(path, str | Path) else path
+
+
+InHome = AfterValidator(_with_home)
+"""Marks a field, text or a path, that may begin with `~` for the home folder."""
 
 
 def _booleans(value: Any) -> Iterator[bool]:

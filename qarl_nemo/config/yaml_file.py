@@ -28,6 +28,8 @@ _MAX_CHARS, _MAX_VALUES, _MAX_LEVELS, _MAX_FILES = 1 << 18, 20_000, 40, 20
 _REFERENCE = re.compile(r"(\\*)\$\{")
 # The same behind what `literal` puts before it: an odd number of backslashes.
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
+# To YAML 1.1 the first is octal, or text where it has an 8 or a 9, and the second counts in sixties.
+_NOT_DECIMAL = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+)")
 # What PyYAML calls the text that it parses.
 _UNNAMED = 'in "<unicode string>", '
 
@@ -134,17 +136,24 @@ def merge_mappings(below: dict[str, Any], above: dict[str, Any]) -> dict[str, An
     return merged
 
 
-def check_yaml_size(text: str) -> None:
-    """Refuse YAML that would grow without bound, before it is built; an alias counts each time it is used.
+def check_yaml(text: str) -> None:
+    """Refuse YAML that would grow without bound, before it is built, and numbers that it reads as nobody does.
+
+    An alias counts each time it is used.
 
     Raises:
-        ConfigError: it holds too many values, or nests too deep.
+        ConfigError: it holds too many values, or nests too deep; or a number like 010, which is 8 to YAML.
         YAMLError: it is not YAML.
     """
     sizes: dict[str | None, int] = {}
     open_blocks: list[list[Any]] = [[None, 0]]
     for event in yaml.parse(text, Loader=_Loader):
         anchor, size = getattr(event, "anchor", None), 0
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _NOT_DECIMAL.fullmatch(event.value):
+            raise ConfigError(
+                f"line {event.start_mark.line + 1}: {event.value} is no decimal number in YAML; write one without "
+                f"leading zeros and colons, or '{event.value}' in quotes for text"
+            )
         if isinstance(event, yaml.CollectionStartEvent):
             open_blocks.append([anchor, 0])
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -197,7 +206,7 @@ def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
     if len(text) > _MAX_CHARS:
         raise ConfigError(f"{path} has {len(text)} characters; a config has at most {_MAX_CHARS}")
     try:
-        check_yaml_size(text)
+        check_yaml(text)
         own = OmegaConf.load(io.StringIO(text))
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error

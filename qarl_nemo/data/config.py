@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from qarl_nemo.config import StrictModel
+from qarl_nemo.config.strict import InHome
 from qarl_nemo.data.benchmarks import Benchmark, find_benchmark
 from qarl_nemo.data.named import NAMED, OWN, AnswerFormat
 
@@ -23,7 +24,7 @@ class DatasetConfig(StrictModel):
 
     dataset_name: Literal["ResponseDataset", "gsm8k", "math", "openr1_math"] = OWN
     """`ResponseDataset` reads `data_path`; the others know their place on the hub, their fields and answers."""
-    data_path: str | None = Field(
+    data_path: Annotated[str | None, InHome] = Field(
         None, min_length=1, description="Local file or folder, or a name on the hub; None = the named one."
     )
     subset: str | None = Field(None, description="The hub's configuration; None = the named set's, or the only one.")
@@ -69,7 +70,9 @@ class BenchmarkConfig(StrictModel):
 
     benchmark: str
     """Its name in `qarl eval`: math500, aime24, gsm8k."""
-    data_path: str | None = Field(None, min_length=1, description="Local copy in the set's own fields; None = the hub.")
+    data_path: Annotated[str | None, InHome] = Field(
+        None, min_length=1, description="Local copy in the set's own fields; None = the hub."
+    )
     prompt_template: PromptTemplate | None = None
     """The user's message, {problem} standing for the question; None = the words of `qarl eval`."""
     system_prompt: str | None = Field(None, description="A system message before it.")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from qarl_nemo.config import ConfigError, literal, merge_mappings, validate, write_yaml
+from qarl_nemo.config import ConfigError, flatten, literal, merge_mappings, validate, write_yaml
 from qarl_nemo.config.kinds import dump_as_written, without_meaningless
 from qarl_nemo.files import FileError, make_folder
 from qarl_nemo.train.config import MAX_SEED, CompareConfig, LocalConfig
@@ -25,6 +25,10 @@ from qarl_nemo.train.time_limit import STARTED, limit_seconds
 _LOG_LINES = 15
 _PATIENCE_S = 10.0
 _NOT_OF_AN_ARM = ("seed", "run_dir", "run", "compare")
+
+
+class RunsFailedError(RuntimeError):
+    """Runs of a comparison failed; the message names each with its log's end."""
 
 
 class _TerminatedError(Exception):
@@ -165,6 +169,38 @@ def require_effect(compare: CompareConfig, overrides: Sequence[str]) -> None:
         raise ConfigError("\n  ".join([f"{len(problems)} override(s) that would change nothing", *problems]))
 
 
+def require_reach(config: LocalConfig, runs: Sequence[LocalConfig], overrides: Sequence[str]) -> None:
+    """Refuse overrides that only some arms would follow, because others start that block anew.
+
+    Args:
+        config: with the overrides in it, and a `compare:` block.
+        runs: of the arms.
+        overrides: the command line's, `a.b=c`.
+
+    Raises:
+        ConfigError: an arm has the key, does not set it, and has another value; all are listed.
+    """
+    assert config.compare is not None
+    keys = [text.lstrip("+").partition("=")[0] for text in overrides]
+    written, problems = dump_as_written(config), []
+    base = {key: value for key, value in written.items() if key not in _NOT_OF_AN_ARM}
+    for run in {run.run.arm: run for run in runs}.values():
+        arm, found = str(run.run.arm), flatten(run.model_dump(mode="json"))
+        said = config.compare.arms[arm]
+        meant = flatten(without_meaningless(base, said, [LocalConfig], anew=False))
+        problems += [
+            f"{name} does not reach arm {arm!r}, which starts that block anew; say which arms it is for: "
+            f"compare.arms.ARM.{name}={value}"
+            for name, value in meant.items()
+            if any(f"{name}.".startswith(f"{key}.") for key in keys)
+            and name in found
+            and found[name] != value
+            and not _sets(said, name.split("."))
+        ]
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} override(s) that only some arms would follow", *problems]))
+
+
 def _sets(arm: Any, path: Sequence[str]) -> bool:
     if not path:
         return not isinstance(arm, dict)
@@ -214,7 +250,7 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
         The directories of the runs that were started, in order.
 
     Raises:
-        RuntimeError: runs failed; names each with its log and the log's end. The others are finished first.
+        RunsFailedError: runs failed, after the others have finished.
         RunStoppedError: it was interrupted from the keyboard; a `RunToldError` if it was told to end (SIGTERM), and its
             runs ended after a step each.
     """
@@ -232,7 +268,7 @@ def run_arms(runs: list[LocalConfig], parallel: int) -> list[Path]:
         _end(running, interrupted=False)
         raise
     if failed:
-        raise RuntimeError("\n".join(failed))
+        raise RunsFailedError("\n".join(failed))
     return [config.run_dir for config in runs if config not in late]
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from qarl_nemo.config import QarlConfig, StrictModel
+from qarl_nemo.config.strict import InHome
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
@@ -155,7 +156,9 @@ class TokenizerConfig(StrictModel):
 class PolicyConfig(StrictModel):
     """The learner: which model, in which precision, trained how."""
 
-    model_path: Path | None = Field(None, description="Local checkpoint directory; if quantized, a frozen base.")
+    model_path: Annotated[Path | None, InHome] = Field(
+        None, description="Local checkpoint directory; if quantized, a frozen base."
+    )
     model_init: ModelInit | None = Field(None, description="A tiny random model instead of a checkpoint.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -328,7 +331,7 @@ class LocalConfig(StrictModel):
     """Everything one `qarl train` needs."""
 
     run: RunLabels = RunLabels()
-    run_dir: Path
+    run_dir: Annotated[Path, InHome]
     seed: int = Field(0, ge=0, lt=2**32)
     device: Literal["cpu", "cuda", "auto"] = "auto"
     num_threads: int | None = Field(

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qarl_nemo.config import plain, read_yaml, validate
+from qarl_nemo.config import validate
 from qarl_nemo.files import FileError
 from qarl_nemo.names import expert_names, is_stacked_expert
 from qarl_nemo.train.base_files import require_same_base
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir
 from qarl_nemo.train.config import LocalConfig
+from qarl_nemo.train.run_dir import read_run_config
 from qarl_nemo.train.setup import BASE_FOLDER
 from qarl_nemo.train.trained import TRAINED_FILE, read_trained
 
@@ -40,8 +41,7 @@ class FrozenRun:
         Raises:
             FileError: the base is gone, or has changed.
         """
-        source = run / RUN_CONFIG
-        config = validate(plain(read_yaml(source)), LocalConfig, source=str(source))
+        config = validate(read_run_config(run), LocalConfig, source=str(run / RUN_CONFIG))
         base = config.policy.model_path or run / BASE_FOLDER
         if not base.is_dir():
             raise FileError(

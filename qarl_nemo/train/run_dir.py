@@ -108,6 +108,20 @@ def open_run_dir(config: LocalConfig) -> int | None:
     return step
 
 
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """Read the config that a run wrote into its folder, with every key.
+
+    Raises:
+        ConfigError: it is no YAML.
+        FileError: it is not whole, as after a copy onto a full disk.
+    """
+    path = folder / RUN_CONFIG
+    found = plain(read_yaml(path))
+    if lacking := [key for key in ("qarl", "policy") if not isinstance(found.get(key), dict)]:
+        raise FileError(f"{path} is damaged: it lacks {' and '.join(lacking)}; put back the one that the run wrote")
+    return found
+
+
 def where_it_stands(config: LocalConfig) -> str:
     """Say in one sentence how far a run that was stopped came and what to do next."""
     recorded = recorded_steps(config.run_dir / METRICS_FILE)
@@ -136,7 +150,7 @@ def _require_same_run(config: LocalConfig) -> None:
         raise FileError(
             f"{path} is missing, so that nothing says which run this folder holds; choose another run_dir=..."
         )
-    found, wanted = plain(read_yaml(path)), config.model_dump(mode="json", exclude={"compare"})
+    found, wanted = read_run_config(config.run_dir), config.model_dump(mode="json", exclude={"compare"})
     # The stages of noise are parts of the whole run.
     free = tuple(key for key in FREE_KEYS if config.rollout.noise is None or key != "grpo.max_num_steps")
     differing = _differences(flatten(found), flatten(wanted), free)

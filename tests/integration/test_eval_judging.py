@@ -1,5 +1,6 @@
 """How `qarl eval` judges the answers that came together."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 from qarl_nemo import verify
 from qarl_nemo.measure.eval import evaluation as evaluation_module
 from qarl_nemo.measure.eval.engine import Answer
+from qarl_nemo.measure.eval.output import left_out, write_results
 from qarl_nemo.measure.eval.run import plan
 from qarl_nemo.measure.eval.settings import EvalSettings, prepare
 from qarl_nemo.measure.eval.store import AnswerStore
@@ -65,3 +67,15 @@ def test_what_another_checker_judged_is_judged_anew_and_asked_no_more(tmp_path, 
     monkeypatch.setattr(evaluation_module, "are_right", None)
     assert [row["right"] for row in rows_of(third)] == [True, False, True, False, False, True]
     assert third.num_differently == 0
+
+
+def test_results_that_a_command_does_not_ask_again_are_named_before_they_go(tmp_path):
+    made = evaluation(tmp_path, (0, 1, 2, 3, 4, 5))
+    assert left_out(made.job) == []
+    write_results(made.job, [])
+    assert left_out(made.job) == []
+    output = tmp_path / "r.json"
+    row = {"model": made.model.label, "benchmark": "gsm8k"}
+    earlier = [row, row | {"model": "another"}, row | {"benchmark": "math500"}]
+    output.write_text(json.dumps(json.loads(output.read_text()) | {"results": earlier}))
+    assert left_out(made.job) == ["another on gsm8k", f"{made.model.label} on math500"]

@@ -237,6 +237,23 @@ def test_an_override_that_would_grow_without_bound_is_refused_before_it_is_built
         load_config(write("name: x"), [f"inner={bomb}"], Whole)
 
 
+@pytest.mark.parametrize("number", ["010", "007", "-08", "1:40", "2:00:00"])
+def test_a_number_that_yaml_reads_as_another_is_refused_unless_it_is_text(write, number):
+    for config, overrides in ((f"name: x\ninner: {{size: {number}}}", []), ("name: x", [f"inner.size={number}"])):
+        with pytest.raises(ConfigError, match=f"line [12]: {number} is no decimal number in YAML"):
+            load_config(write(config), overrides, Whole)
+    assert load_config(write(f"name: '{number}'"), [f"label={number}", "inner.size=0"], Whole).label == number
+
+
+def test_paths_begin_at_home(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = "{_override_: true, source: datasets, train: {data_path: ~/problems.jsonl}}"
+    path = write(f"defaults: local_gsm8k\nrun_dir: ~/run\ndata: {data}")
+    config = load_config(path, ["policy.model_path=~/model"], LocalConfig)
+    assert (config.run_dir, config.policy.model_path) == (tmp_path / "run", tmp_path / "model")
+    assert config.data.train.data_path == str(tmp_path / "problems.jsonl")
+
+
 def test_defaults_that_fan_out_are_read_once_each(write):
     for level in range(15):
         write(f"defaults: [{level + 1}.yaml, {level + 1}.yaml]", f"{level}.yaml")

@@ -13,13 +13,14 @@ from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.reader import Checkpoint
 from qarl_nemo.checkpoints.stored import Stored
-from qarl_nemo.config import QarlConfig, plain, read_yaml, validate
+from qarl_nemo.config import QarlConfig, validate
 from qarl_nemo.files import FileError
 from qarl_nemo.metrics.recorded import FACTS_FILE
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir, require_checkpoint
 from qarl_nemo.train.config import TokenizerConfig
 from qarl_nemo.train.frozen_run import FrozenRun
 from qarl_nemo.train.prompts import DEFAULT_TEMPLATE
+from qarl_nemo.train.run_dir import read_run_config
 from qarl_nemo.train.trained import ADAPTER_FILE, TRAINED_FILE, is_trained_alone
 
 
@@ -97,10 +98,9 @@ def _checkpoint_model(path: Path) -> EvalModel:
 
 def _run_model(path: Path) -> EvalModel:
     step = require_checkpoint(path)
-    source = path / RUN_CONFIG
-    config = plain(read_yaml(source))
-    qarl = validate(config.get("qarl") or {}, QarlConfig, source=str(source))
-    prompts = validate((config.get("policy") or {}).get("tokenizer") or {}, TokenizerConfig, source=str(source))
+    config, source = read_run_config(path), str(path / RUN_CONFIG)
+    qarl = validate(config["qarl"], QarlConfig, source=source)
+    prompts = validate(config["policy"].get("tokenizer") or {}, TokenizerConfig, source=source)
     if prompts.chat_template is not None:
         # A template of the config's own was saved with the tokenizer.
         prompts = prompts.model_copy(update={"chat_template": DEFAULT_TEMPLATE})

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qarl_nemo.data.benchmarks import BENCHMARKS, GROUPS
-from qarl_nemo.files import write_atomic
+from qarl_nemo.files import read_json, write_atomic
 from qarl_nemo.measure.eval.evaluation import ModelEvaluation
 from qarl_nemo.measure.eval.models import EvalModel
 from qarl_nemo.measure.eval.run import averages
@@ -50,6 +50,14 @@ def first_prompts(evaluations: Sequence[ModelEvaluation]) -> Iterator[str]:
         quoted = textwrap.indent(prompt[:_MAX_QUOTED] + more, "    ", lambda _: True)
         see = "sees" if len(models) == 1 else "see"
         yield f"a prompt of {benchmark}, as {' and '.join(models)} {see} it:\n{quoted}\nits answer: {answer}"
+
+
+def left_out(job: EvalJob) -> list[str]:
+    """Return the results of an earlier command in the file of results that this one's do not hold, in words."""
+    output = job.settings.output
+    earlier = read_json(output, "results").get("results", []) if output.is_file() else []
+    asked = {(model.label, questions.benchmark.name) for model in job.models for questions in job.questions}
+    return [f"{row['model']} on {row['benchmark']}" for row in earlier if (row["model"], row["benchmark"]) not in asked]
 
 
 def write_results(job: EvalJob, rows: Sequence[Row]) -> None:

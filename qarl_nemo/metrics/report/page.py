@@ -93,11 +93,17 @@ def _environment() -> Environment:
 
 
 def _arm_notices(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    mixed = [(arm, keys) for arm in arms if (keys := mixed_settings(arm.runs))]
-    return [
-        {"run": arm.name, "problems": [f"its {len(arm.runs)} runs are averaged, and differ in {', '.join(keys)}"]}
-        for arm, keys in mixed
-    ]
+    notices = []
+    for arm in arms:
+        problems, ends = [], sorted({int(run.steps[-1]) if len(run.steps) else 0 for run in arm.runs})
+        if keys := mixed_settings(arm.runs):
+            problems.append(f"its {len(arm.runs)} runs are averaged, and differ in {', '.join(keys)}")
+        if len(ends) > 1:
+            where = f"its runs end at steps {', '.join(map(str, ends))}"
+            problems.append(f"{where}: final values average these, and later points are those of fewer runs")
+        if problems:
+            notices.append({"run": arm.name, "problems": problems})
+    return notices
 
 
 def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:

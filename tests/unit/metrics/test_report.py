@@ -164,6 +164,8 @@ def test_runs_of_other_settings_are_no_seeds_of_one_arm(tmp_path, make_run):
     assert "<b>Note on mine</b>" in page
     assert "its 2 runs are averaged, and differ in optimizer.lr<" in page
     assert page.count("are averaged") == 1
+    shorter = make_run("short", seed=7, arm="mine", num_steps=2, optimizer={"lr": 5e-6})
+    assert re.search(r"its runs end at steps 2, \d+: final values", report([named[0], shorter], tmp_path))
 
 
 def test_each_validation_set_is_drawn_for_itself(tmp_path, make_run):

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from qarl_nemo.config import ConfigError, literal, load_config, write_yaml
 from qarl_nemo.data.config import DatasetConfig, DatasetsData
 from qarl_nemo.losses.config import GRPOTISConfig, GSPOConfig, TBPOConfig
-from qarl_nemo.train.arms import expand_arms, require_effect, select_arms
+from qarl_nemo.train.arms import RunsFailedError, expand_arms, require_effect, require_reach, select_arms
 from qarl_nemo.train.config import AdamWConfig, ArithmeticData, CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, num_gpus, visible_gpus
 from qarl_nemo.train.run import keep_to_share
@@ -174,6 +174,34 @@ def test_overrides_that_no_run_would_follow_are_refused():
     require_effect(one, ["qarl.format=fp8_block"])
 
 
+def test_overrides_that_an_arm_of_another_kind_would_not_follow_are_refused(tmp_path):
+    path = tmp_path / "compare.yaml"
+    arms = {
+        "tbpo": {},
+        "gspo": {"loss_fn": {"objective": "gspo"}},
+        "adam": {"policy": {"optimizer": {"name": "adamw", "betas": [0.8, 0.9]}}},
+        "fp8": {"qarl": {"format": "fp8_block"}},
+        "marked": {"rollout": {"_override_": True, "batch_size": 8}},
+    }
+    muon = {"optimizer": {"name": "muon"}, "model_init": {}}
+    OmegaConf.save(OmegaConf.create(BASE | {"policy": muon, "compare": {"seeds": [1], "arms": arms}}), path)
+
+    def reach(*overrides):
+        config = load_config(path, overrides, LocalConfig)
+        require_reach(config, expand_arms(config, "compare.yaml"), overrides)
+
+    reach("grpo.max_num_steps=7", "loss_fn.mismatch_cap=2.5", "policy.optimizer.momentum=0.9", "qarl.group_size=64")
+    reach("run_dir=runs/other", "compare.seeds=[2]")
+    with pytest.raises(ConfigError, match=r"rollout\.temperature does not reach arm 'marked'"):
+        reach("rollout.temperature=0.5", "rollout.batch_size=4")
+    with pytest.raises(ConfigError) as refused:
+        reach("++policy.optimizer.lr=0.02", "loss_fn.positive_clip_high=0.3", "policy.optimizer.name=muon")
+    said = str(refused.value)
+    assert "policy.optimizer.lr does not reach arm 'adam'" in said
+    assert "compare.arms.ARM.policy.optimizer.lr=0.02" in said
+    reach("policy.optimizer.lr=0.02", "compare.arms.adam.policy.optimizer.lr=0.02")
+
+
 def test_no_run_at_a_time_is_refused(qarl):
     code, said = qarl("train", "compare", "--parallel", "0")
     assert (code, "--parallel" in said) == (2, True)
@@ -254,6 +282,28 @@ def test_the_report_of_one_seed_has_those_of_other_commands_too(qarl, tmp_path, 
     assert qarl("train", path, "--arm", "a/b", "compare.seeds=[2]")[0] == 0
     ours = ["ours-seed4", f"ours-seed{2**32 - 1}"]
     assert reported == [[*ours, "a-b-seed4"], [*ours, "a-b-seed2", "a-b-seed4"]]
+
+
+def test_what_is_left_out_of_a_report_is_said_and_a_failed_arm_does_not_take_the_others(qarl, tmp_path, monkeypatch):
+    path, reported = tmp_path / "compare.yaml", []
+    arms = {"ours": {}, "bad": {}, "short": {}}
+    values = {"run_dir": str(tmp_path), "grpo": {"max_num_steps": 2}, "compare": {"seeds": [4], "arms": arms}}
+    OmegaConf.save(OmegaConf.create(BASE | values | {"checkpointing": {"enabled": False}}), path)
+
+    def run(runs, _):
+        for each, steps in zip(runs, (2, 0, 1), strict=True):
+            each.run_dir.mkdir()
+            write_yaml(each.run_dir / "config.yaml", literal(each.model_dump(mode="json", exclude={"compare"})))
+            (each.run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(steps)))
+        raise RunsFailedError("bad-seed4 ended with code 2")
+
+    monkeypatch.setattr("qarl_nemo.train.arms.run_arms", run)
+    monkeypatch.setattr("qarl_nemo.cli.train._write_report", lambda runs, _: reported.extend(run.name for run in runs))
+    code, said = qarl("train", path)
+    assert (code != 0, "bad-seed4 ended with code 2" in said) == (True, True)
+    assert reported == ["ours-seed4"]
+    assert "short-seed4 is not in the report: it has 1 of 2 steps" in said
+    assert "bad-seed4 is not" not in said
 
 
 def test_seeds_of_one_arm_have_the_same_settings_and_nothing_starts_where_they_would_not(qarl, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from qarl_nemo.files import FileError
 from qarl_nemo.train.checkpoint import STATE_FILE, checkpoint_dir
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.file_list import FILE_LIST, file_problems, write_file_list
-from qarl_nemo.train.run_dir import inspect_run_dir, is_complete, open_run_dir
+from qarl_nemo.train.run_dir import inspect_run_dir, is_complete, open_run_dir, read_run_config
 
 
 def config(run_dir, **blocks) -> LocalConfig:
@@ -43,6 +43,13 @@ def test_the_resolved_config_is_written(tmp_path):
     open_run_dir(made)
     assert load_config(tmp_path / "a" / "b" / "config.yaml", [], LocalConfig) == made
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["config.yaml"]
+
+
+def test_a_config_that_is_not_whole_is_damage_and_no_other_run(begun):
+    (begun / "config.yaml").write_text("")
+    for read in (lambda: read_run_config(begun), lambda: inspect_run_dir(config(begun))):
+        with pytest.raises(FileError, match=r"config\.yaml is damaged: it lacks qarl and policy"):
+            read()
 
 
 def test_a_template_that_looks_like_a_reference_is_written_as_text(tmp_path):
