@@ -12,6 +12,9 @@ from torch import nn
 
 from qarl_nemo.losses.nonfinite import NonFinite, cause_of
 
+# Above this norm Megatron skips a step by itself.
+_THRESHOLD = "policy.megatron_cfg.optimizer.grad_norm_skip_threshold"
+
 
 class StepGuard:
     """Guards the `step` of a Megatron optimizer.
@@ -25,7 +28,7 @@ class StepGuard:
 
     Attributes:
         nonfinite: what this rank's loss found since the last step; whoever trains puts the loss's list here.
-        num_skipped: number of skipped steps.
+        num_skipped: number of skipped steps, those that Megatron skips by itself too.
         skipped_in_a_row: number of skipped steps since the last one that was applied.
         seconds: what all steps took together, from the last gradient to the new weights; whoever trains resets it.
     """
@@ -64,28 +67,38 @@ class StepGuard:
     def _step_if_finite(self) -> tuple[bool, float | None, int | None]:
         self._optimizer.prepare_grads()
         norm = self._optimizer.get_grad_norm()
-        finite = torch.tensor(float(norm is None or math.isfinite(norm)), device=self._parameter.device)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        if finite:
+        if not self._on_all_ranks(norm is None or math.isfinite(norm)):
+            self._skip(self._cause())
+            # What NeMo-RL reads after a step.
+            self._optimizer.grad_norms_by_group = {}
+            return False, math.nan, None
+        self.nonfinite.clear()
+        with as_prepared(self._optimizer, norm):
+            outcome = self._step()
+        # A rank without parameters in the optimizer that skips does not.
+        if self._on_all_ranks(outcome[0]):
             self.skipped_in_a_row = 0
-            self.nonfinite.clear()
-            with as_prepared(self._optimizer, norm):
-                return self._step()
+        else:
+            self._skip(f"Megatron did not apply gradients of the norm {norm} ({_THRESHOLD})")
+        return outcome
+
+    def _on_all_ranks(self, holds: bool) -> bool:
+        everywhere = torch.tensor(float(holds), device=self._parameter.device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        return bool(everywhere)
+
+    def _skip(self, cause: str) -> None:
         self.num_skipped += 1
         self.skipped_in_a_row += 1
-        cause = self._cause()
         if dist.get_rank() == 0:
             print(f"qarl: optimizer step skipped, {self.skipped_in_a_row} in a row: {cause}", flush=True)
         if self.skipped_in_a_row >= self._limit:
             raise RuntimeError(
-                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient; in the last one "
-                f"{cause}. The weights are those of the last finite step: go on from a checkpoint with a larger "
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped; in the last one {cause}. The weights "
+                "are those of the last step that was applied: go on from a checkpoint with a larger "
                 "qarl.max_skipped_steps, or begin anew from its weights (qarl convert --format bf16) with a lower "
                 "policy.megatron_cfg.optimizer.lr"
             )
-        # What NeMo-RL reads after a step.
-        self._optimizer.grad_norms_by_group = {}
-        return False, math.nan, None
 
     def _cause(self) -> str:
         """Agree on the first response whose numbers were not finite."""

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,21 @@ def write_facts(rank: int, folder: str) -> None:
     except RuntimeError as error:
         facts["error"] = str(error)
     facts["num_skipped"] = guard.num_skipped
+    facts["own"] = own_skips(optimizer, guard, lambda: step(1.0)[0])
     Path(folder, f"facts{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
+
+
+def own_skips(optimizer: Any, guard: StepGuard, step: Callable[[], bool]) -> list[tuple[bool, int]]:
+    """Step, skip as Megatron does above a norm, which one rank alone has parameters for, and step again."""
+    outcomes = []
+    for skips in (False, True, False):
+        if skips and dist.get_rank():
+            # Older releases have no such norm.
+            optimizer.step_with_ready_grads = lambda: False
+        outcomes.append((step(), guard.skipped_in_a_row))
+        vars(optimizer).pop("step_with_ready_grads", None)
+    return outcomes
 
 
 def count_preparations(optimizer: Any) -> list[None]:

@@ -48,9 +48,15 @@ def test_all_ranks_stop_with_the_response_that_one_of_them_held(ran):
     assert "optimizer step skipped, 1 in a row: response 17, response token 5: prev_logprobs is nan" in printed
     assert "optimizer step skipped, 2 in a row: response 17, response token 5: prev_logprobs is inf" in printed
     for one in facts:
-        assert one["error"].startswith("3 optimizer steps in a row had a non-finite loss or gradient; in the last one")
+        assert one["error"].startswith("3 optimizer steps in a row were skipped; in the last one every log-prob")
         assert "every log-probability was finite, but the loss or its gradient was not" in one["error"]
         assert "qarl.max_skipped_steps" in one["error"]
+
+
+def test_a_step_that_megatron_skips_by_itself_counts_on_all_ranks(ran):
+    _, (applied, skipped) = ran
+    assert skipped["own"] == [[True, 0], [False, 1], [True, 0]]
+    assert applied["own"] == [[True, 0], [True, 1], [True, 0]]
 
 
 def test_what_ranks_exchange_is_what_was_found():
