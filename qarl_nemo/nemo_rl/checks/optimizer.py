@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qarl_nemo.config.problems import hint
+from qarl_nemo.nemo_rl.checks.batches import count_problems
+from qarl_nemo.nemo_rl.layout import MEGATRON, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
@@ -11,13 +13,14 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 _NAMES = ("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap")
 # Those that it can divide among ranks, and whose state it keeps in the host's memory.
 _DIVIDED = ("adam", "sgd")
+_GATHER = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
 # What does not go with any other: NeMo-RL's guide says so of Muon, or a worker once it has started. Megatron steps all
 # parameters on every rank then, while data parallel ranks of a distributed optimizer have only parts of the gradients.
 _NOT_WITH_OTHERS = (
     f"{OPTIMIZER}.use_distributed_optimizer",
     f"{OPTIMIZER}.use_precision_aware_optimizer",
     f"{OPTIMIZER}.optimizer_cpu_offload",
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather",
+    _GATHER,
 )
 
 
@@ -43,6 +46,8 @@ def optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
         )
     if "muon" in str(name) or (name in _NAMES and name not in _DIVIDED):
         return problems + _undivided_problems(config, name)
+    if name in _DIVIDED:
+        problems += _gather_problems(config, optimizer)
     return problems + (_offload_problems(optimizer) if offloaded else [])
 
 
@@ -51,6 +56,20 @@ def _undivided_problems(config: Mapping[str, Any], name: str) -> list[str]:
         f"{key}=true: optimizer={name} does not go with it; set false"
         for key in _NOT_WITH_OTHERS
         if look_up(config, key, False)
+    ]
+
+
+def _gather_problems(config: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[str]:
+    # Megatron gathers whole layers then, which only Muon's ranks divide: a TypeError where there is more than one rank.
+    if optimizer.get("use_distributed_optimizer", True) or not look_up(config, _GATHER, False):
+        return []
+    layout = None if count_problems(config) else read_layout(config)
+    # Context parallel ranks share gradients, too.
+    if layout is not None and layout.data_parallel * layout.sizes["cp"] == 1:
+        return []
+    return [
+        f"{OPTIMIZER}.use_distributed_optimizer=false: every rank has all parameters, and {_GATHER}=true would gather "
+        f"parts of them; set true, or {_GATHER}=false"
     ]
 
 

@@ -6,6 +6,7 @@ import pytest
 from test_layout import launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
 from test_nemo_rl_config import config, problems
 
+from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
 from qarl_nemo.nemo_rl.config import apply_qarl
 
 OFFLOADED = {"optimizer": "adam", "use_distributed_optimizer": True, "optimizer_cpu_offload": True,
@@ -45,6 +46,22 @@ def test_an_optimizer_is_one_that_megatron_has_with_settings_that_go_with_it(cha
     where, adam = "policy.megatron_cfg.optimizer", {"optimizer": "adam", "use_distributed_optimizer": True}
     assert [found.startswith(f"{where}.{line}") for found in problems(config(**{where: adam | changes}))] == [True]
     apply_qarl(config(**{where: OFFLOADED | {"overlap_cpu_optimizer_d2h_h2d": True}}))
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_parameters_that_every_rank_has_are_not_gathered(name):
+    where, gather = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.distributed_data_parallel_config"
+    whole = {where: {"optimizer": name, "use_distributed_optimizer": False}}
+    for cluster in ({}, {"num_nodes": 1, "gpus_per_node": 8}):
+        (line,) = [found for found in problems(config(**whole | {"cluster": cluster})) if "gather" in found]
+        assert line.startswith(f"{where}.use_distributed_optimizer=false: every rank has all parameters, and {gather}")
+        assert line.endswith(f"set true, or {gather}.overlap_param_gather=false")
+    assert optimizer_conflicts(config(**whole | {f"{gather}.overlap_param_gather": False})) == []
+    # A single rank has nobody to gather from; context parallel ranks have.
+    one = whole | {"cluster": {"num_nodes": 1, "gpus_per_node": 2}}
+    assert optimizer_conflicts(config(**one)) == []
+    shared = {"policy.megatron_cfg.tensor_model_parallel_size": 1, "policy.megatron_cfg.context_parallel_size": 2}
+    assert len(optimizer_conflicts(config(**one | shared))) == 1
 
 
 @pytest.mark.parametrize("name", ["lion", "soap"])
