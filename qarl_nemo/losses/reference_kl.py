@@ -48,6 +48,12 @@ class ReferenceKL:
     def __post_init__(self) -> None:
         if self.kind not in KL_TYPES:
             raise ValueError(f"loss_fn.reference_policy_kl_type={self.kind!r}; legal: {', '.join(KL_TYPES)}")
+        if not self.penalty >= 0:
+            raise ValueError(f"loss_fn.reference_policy_kl_penalty={self.penalty}; legal: 0 or more")
+        # A bound of 0 or less would hold every token, which would then have no gradient.
+        for key, bound in (("kl_input_clamp_value", self.input_clamp), ("kl_output_clamp_value", self.output_clamp)):
+            if self.penalty and bound is not None and not bound > 0:
+                raise ValueError(f"loss_fn.{key}={bound}; legal: more than 0, or null")
 
     def per_token(self, curr: Tensor, reference: Tensor, generation: Tensor) -> Tensor:
         """Return beta * weight * estimate of each token, with the gradient of weight and estimate.

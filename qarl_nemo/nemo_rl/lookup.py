@@ -33,3 +33,8 @@ def with_value(config: Mapping[str, Any], dotted: str, value: Any) -> dict[str, 
     """
     key, _, rest = dotted.partition(".")
     return dict(config) | {key: with_value(config.get(key) or {}, rest, value) if rest else value}
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a number, which true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,7 +6,7 @@ from typing import Any
 from qarl_nemo.config.problems import hint
 from qarl_nemo.nemo_rl.checks.lines import problem_line, yaml_text
 from qarl_nemo.nemo_rl.layout import MEGATRON
-from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
+from qarl_nemo.nemo_rl.lookup import ABSENT, is_number, look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
 SCHEDULER = f"{MEGATRON}.scheduler"
@@ -35,13 +35,13 @@ def schedule_conflicts(config: Mapping[str, Any]) -> list[str]:
     problems = []
     for key in (_LEAST, _FIRST):
         value = look_up(config, key)
-        if key == _LEAST and value is not ABSENT and not (_is_number(value) and value >= 0):
+        if key == _LEAST and value is not ABSENT and not (is_number(value) and value >= 0):
             problems.append(problem_line(key, value, "Megatron's schedules need a rate", "0 or more"))
-        elif _is_number(value) and _is_number(rate) and value > rate:
+        elif is_number(value) and is_number(rate) and value > rate:
             why = f"more than {_RATE}={rate}, the largest rate, which Megatron refuses once workers have started"
             problems.append(problem_line(key, value, why, f"at most {rate}"))
     end, growth = look_up(config, _END), look_up(config, _GROWTH)
-    if _is_number(decay) and _is_number(end):
+    if is_number(decay) and is_number(end):
         if growth == "constant" and end != decay:
             why = f"{_GROWTH}=constant, and {_BEGIN}={yaml_text(decay)}"
             problems.append(problem_line(_END, end, why, f"{yaml_text(decay)}, or {_GROWTH}=linear"))
@@ -53,7 +53,3 @@ def schedule_conflicts(config: Mapping[str, Any]) -> list[str]:
         for key, legal in _STYLES.items()
         if (value := look_up(config, key)) is not ABSENT and value not in legal
     ]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,7 +6,7 @@ from typing import Any
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.losses.reference_kl import KL_TYPES
 from qarl_nemo.nemo_rl.checks.lines import problem_line, yaml_text
-from qarl_nemo.nemo_rl.lookup import look_up
+from qarl_nemo.nemo_rl.lookup import is_number, look_up
 
 _ESTIMATOR = "grpo.adv_estimator.name"
 # NeMo-RL's default first.
@@ -15,6 +15,7 @@ ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
 """With it NeMo-RL computes log-probabilities before the update, whatever `force_on_policy_ratio` says."""
 # NeMo-RL's default of `loss_fn.reference_policy_kl_penalty`.
 _USUAL_PENALTY = 0.01
+_ALL_HELD = "every token would be clamped, and the KL term have no gradient"
 # Settings of NeMo-RL's clipped loss that an objective does not read, and their defaults.
 _UNREAD = {
     "disable_ppo_ratio": False,
@@ -60,17 +61,9 @@ def objective_conflicts(config: Mapping[str, Any], objective: LossConfig) -> lis
         problems.append(
             problem_line("loss_fn.use_importance_sampling_correction", True, why, "false, or choose another objective")
         )
-    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
-    given = loss_fn.get("reference_policy_kl_penalty", _USUAL_PENALTY)
-    if look_up(config, skipped, False) and given != 0:
-        problems.append(
-            problem_line(skipped, True, f"{penalty}={yaml_text(given)} needs them", f"false, or {penalty}=0")
-        )
-    kind = loss_fn.get("reference_policy_kl_type", "k3")
-    if kind not in KL_TYPES:
-        legal = " or ".join(KL_TYPES)
-        problems.append(problem_line("loss_fn.reference_policy_kl_type", kind, "NeMo-RL has no such estimate", legal))
-    return problems + _advantage_conflicts(config, loss_fn, objective, in_reward=given != 0)
+    problems += _kl_conflicts(config, loss_fn)
+    in_reward = loss_fn.get("reference_policy_kl_penalty", _USUAL_PENALTY) != 0
+    return problems + _advantage_conflicts(config, loss_fn, objective, in_reward=in_reward)
 
 
 def _advantage_conflicts(
@@ -98,3 +91,24 @@ def _advantage_conflicts(
         why = f"its advantages{beside} differ within a response, of which qarl.objective {objective.objective} has one"
         problems.append(problem_line(_ESTIMATOR, name, why, "grpo, or choose an objective that averages over tokens"))
     return problems
+
+
+def _kl_conflicts(config: Mapping[str, Any], loss_fn: Mapping[str, Any]) -> list[str]:
+    skipped, penalty = "grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
+    problems, given = [], loss_fn.get("reference_policy_kl_penalty", _USUAL_PENALTY)
+    if not (is_number(given) and given >= 0):
+        problems.append(problem_line(penalty, given, "it would reward distance from the reference", "0 or more"))
+    elif given and look_up(config, skipped, False):
+        problems.append(
+            problem_line(skipped, True, f"{penalty}={yaml_text(given)} needs them", f"false, or {penalty}=0")
+        )
+    kind = loss_fn.get("reference_policy_kl_type", "k3")
+    if kind not in KL_TYPES:
+        legal = " or ".join(KL_TYPES)
+        problems.append(problem_line("loss_fn.reference_policy_kl_type", kind, "NeMo-RL has no such estimate", legal))
+    # Where there is no penalty, nothing is clamped.
+    return problems + [
+        problem_line(f"loss_fn.{key}", bound, _ALL_HELD, "more than 0, or null")
+        for key in ("kl_input_clamp_value", "kl_output_clamp_value")
+        if given and (bound := loss_fn.get(key)) is not None and not (is_number(bound) and bound > 0)
+    ]

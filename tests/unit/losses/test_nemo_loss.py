@@ -310,9 +310,22 @@ def test_a_weight_of_the_reference_kl_that_is_not_finite_counts_nothing():
     assert (estimate.item(), curr.grad.item()) == (0.0, 0.0)
 
 
-def test_an_unknown_estimator_is_refused():
-    with pytest.raises(ValueError, match="reference_policy_kl_type='k4'; legal: k1, k2, k3"):
-        make_loss(replaced=Replaced(reference_policy_kl_type="k4"))
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"reference_policy_kl_type": "k4"}, "reference_policy_kl_type='k4'; legal: k1, k2, k3"),
+        ({"reference_policy_kl_penalty": -0.1}, "reference_policy_kl_penalty=-0.1; legal: 0 or more"),
+        ({"kl_input_clamp_value": 0.0}, "kl_input_clamp_value=0.0; legal: more than 0, or null"),
+        ({"kl_output_clamp_value": -1.0}, "kl_output_clamp_value=-1.0; legal: more than 0, or null"),
+    ],
+)
+def test_a_kl_term_that_is_none_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        make_loss(replaced=Replaced(**{"reference_policy_kl_penalty": 0.1} | settings))
+
+
+def test_bounds_of_a_kl_term_that_is_off_are_not_read():
+    make_loss(replaced=Replaced(reference_policy_kl_penalty=0.0, kl_input_clamp_value=0.0))
 
 
 FAULTS = {

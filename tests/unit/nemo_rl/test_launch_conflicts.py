@@ -156,7 +156,7 @@ def test_a_kl_penalty_needs_the_references_logprobs():
     # NeMo-RL's default is a penalty, too.
     (line,) = problems(config(**{skipped: True}))
     assert f"{penalty}=0.01 needs them" in line
-    apply_qarl(config(**{skipped: True, penalty: 0.0}))
+    apply_qarl(config(**{skipped: True, penalty: 0.0, "loss_fn.kl_input_clamp_value": 0.0}))
     apply_qarl(config(**{skipped: False, penalty: 0.02}))
 
 
@@ -274,6 +274,10 @@ def test_packed_sequences_are_cut_into_whole_pieces():
     ("changes", "line"),
     [
         ({"loss_fn.reference_policy_kl_type": "k4"}, "loss_fn.reference_policy_kl_type=k4: NeMo-RL has no such"),
+        ({"loss_fn.reference_policy_kl_penalty": -0.1},
+         "loss_fn.reference_policy_kl_penalty=-0.1: it would reward distance from the reference; set 0 or more"),
+        ({"loss_fn.kl_input_clamp_value": 0.0}, "loss_fn.kl_input_clamp_value=0.0: every token would be"),
+        ({"loss_fn.kl_output_clamp_value": -1}, "loss_fn.kl_output_clamp_value=-1: every token would be"),
         ({"grpo.adv_estimator": {"name": "grppo"}}, "grpo.adv_estimator.name=grppo: NeMo-RL has no such estimator"),
         ({"grpo.batch_multiplier": 2}, "grpo.batch_multiplier=2: it is for grpo.use_dynamic_sampling=true; set 1"),
         ({"grpo.stop_at_validation_metric": "accuracy"}, "grpo.stop_at_validation_threshold=null: "),
