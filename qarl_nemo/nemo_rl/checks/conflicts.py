@@ -70,6 +70,10 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy.hf_config_overrides.quantization_config": ((None,), "the learner would be converted with it"),
     "policy.refit_buffer_size_gb": ((None,), "qarl.layerwise_refit bounds what a refit holds beside the weights"),
     "env.should_use_nemo_gym": (_OFF, "NeMo-Gym's environments have a launcher of their own, which this is not"),
+    "on_policy_distillation.enabled": (
+        _OFF,
+        "only NeMo-Gym's environments have teachers, and a launcher of their own, which this is not",
+    ),
     "grpo.invalid_tool_call_advantage": ((None,), "only NeMo-Gym's environments find such answers"),
     "grpo.malformed_thinking_advantage": ((None,), "only NeMo-Gym's environments find such answers"),
     "grpo.async_grpo.in_flight_weight_updates": (_OFF, "a response is of one weight version only"),

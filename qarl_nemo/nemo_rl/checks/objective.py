@@ -5,12 +5,17 @@ from typing import Any
 
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.losses.reference_kl import KL_TYPES
+from qarl_nemo.nemo_rl.checks.data_sets import chosen_environment
 from qarl_nemo.nemo_rl.checks.lines import problem_line, yaml_text
+from qarl_nemo.nemo_rl.data_sets import ENVIRONMENT, data_sets
 from qarl_nemo.nemo_rl.lookup import is_number, look_up
 
 _ESTIMATOR = "grpo.adv_estimator.name"
 # NeMo-RL's default first.
-_ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
+_ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus")
+# NeMo-RL's environments with one reward a response; one that is registered under another name may have several.
+_FUNCTION = "reward_function"
+_ONE_REWARD = (ENVIRONMENT, "math", "math_default", "code", "code_jaccard", "reward_model", "vlm")
 ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
 """With it NeMo-RL computes log-probabilities before the update, whatever `force_on_policy_ratio` says."""
 # NeMo-RL's default of `loss_fn.reference_policy_kl_penalty`.
@@ -71,6 +76,10 @@ def _advantage_conflicts(
 ) -> list[str]:
     name = look_up(config, _ESTIMATOR, _ESTIMATORS[0])
     rewarded = in_reward and bool(loss_fn.get("use_kl_in_reward"))
+    if name == "opd":
+        # NeMo-RL computes its teachers' log-probabilities for answers of NeMo-Gym's agents alone.
+        why = "only NeMo-Gym's environments have teachers, and a launcher of their own, which this is not"
+        return [problem_line(_ESTIMATOR, name, why, " or ".join(_ESTIMATORS))]
     if name not in _ESTIMATORS:
         return [problem_line(_ESTIMATOR, name, "NeMo-RL has no such estimator", " or ".join(_ESTIMATORS))]
     problems = []
@@ -81,16 +90,30 @@ def _advantage_conflicts(
     if name == "grpo" and look_up(config, answers, None) == 1:
         why = f"{_ESTIMATOR}=grpo compares a prompt's answers, so that one alone has the advantage 0 and trains nothing"
         problems.append(problem_line(answers, 1, why, f"2 or more, or {_ESTIMATOR}=reinforce_plus_plus"))
-    if name == "opd" and loss_fn.get("force_on_policy_ratio") and look_up(config, ERROR_LIMIT, None) is None:
-        why = f"NeMo-RL has no log-probabilities before the update then, which {_ESTIMATOR}=opd needs"
-        problems.append(problem_line("loss_fn.force_on_policy_ratio", True, why, "false"))
+    if name == "gdpo":
+        problems += _reward_conflicts(config)
     # These differ from token to token, and an objective that weighs whole responses would take their mean.
-    by_token = name == "opd" or (name == "reinforce_plus_plus" and rewarded)
-    if by_token and objective.averages == "response":
-        beside = " with loss_fn.use_kl_in_reward=true" if name != "opd" else ""
-        why = f"its advantages{beside} differ within a response, of which qarl.objective {objective.objective} has one"
+    if name == "reinforce_plus_plus" and rewarded and objective.averages == "response":
+        why = (
+            "its advantages with loss_fn.use_kl_in_reward=true differ within a response, of which qarl.objective "
+            f"{objective.objective} has one"
+        )
         problems.append(problem_line(_ESTIMATOR, name, why, "grpo, or choose an objective that averages over tokens"))
     return problems
+
+
+def _reward_conflicts(config: Mapping[str, Any]) -> list[str]:
+    sets = [
+        (dataset, whole)
+        for place, dataset, whole in data_sets(config.get("data") or {})
+        if place.startswith("data.train")
+    ]
+    # Where a function rewards, there is one reward, too.
+    used = [chosen_environment(dataset, whole) or _FUNCTION for dataset, whole in sets]
+    if not used or not set(used) <= {*_ONE_REWARD, _FUNCTION}:
+        return []
+    why = f"it needs two or more rewards of a response, and {' and '.join(dict.fromkeys(used))} gives data.train one"
+    return [problem_line(_ESTIMATOR, "gdpo", why, "grpo, or an env_name of several rewards, such as math_multi_reward")]
 
 
 def _kl_conflicts(config: Mapping[str, Any], loss_fn: Mapping[str, Any]) -> list[str]:

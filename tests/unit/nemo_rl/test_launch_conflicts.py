@@ -300,9 +300,10 @@ def test_packed_sequences_are_cut_into_whole_pieces():
         ({"policy.megatron_cfg.model_overrides": {"no_rope_freq": 4}},
          "policy.megatron_cfg.model_overrides.no_rope_freq=4: the learner alone would compute with it"),
         ({"policy.megatron_cfg.optimizer.bf16": False}, "policy.megatron_cfg.optimizer.bf16=false: the optim"),
-        ({"grpo.adv_estimator": {"name": "opd"}, "loss_fn.force_on_policy_ratio": True,
-          "policy.train_global_batch_size": 512, "qarl": {"format": "w4a16", "objective": {"objective": "grpo_tis"}}},
-         "loss_fn.force_on_policy_ratio=true: NeMo-RL has no log-probabilities before the update then, which grpo.adv"),
+        ({"grpo.adv_estimator": {"name": "opd"}},
+         "grpo.adv_estimator.name=opd: only NeMo-Gym's environments have teachers, and a launcher of their own, which "
+         "this is not; set grpo or gdpo or reinforce_plus_plus"),
+        ({"on_policy_distillation": {"enabled": True}}, "on_policy_distillation.enabled=true: only NeMo-Gym's"),
         ({"policy.refit_buffer_size_gb": 4}, "policy.refit_buffer_size_gb=4: qarl.layerwise_refit bounds"),
         ({"env": {"should_use_nemo_gym": True}}, "env.should_use_nemo_gym=true: NeMo-Gym's environments"),
         ({"loss_fn.use_kl_in_reward": True, "loss_fn.force_on_policy_ratio": True,
@@ -314,19 +315,34 @@ def test_what_nemo_rl_or_a_worker_would_refuse_later_is_refused_now(changes, lin
     assert found.startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "penalty"), [("opd", 0.0), ("reinforce_plus_plus", 0.01)], ids=["opd", "kl_in_reward"]
-)
-def test_advantages_of_tokens_are_for_objectives_of_tokens(estimator, penalty):
+def test_advantages_of_tokens_are_for_objectives_of_tokens():
     by_token = {
-        "grpo.adv_estimator": {"name": estimator},
+        "grpo.adv_estimator": {"name": "reinforce_plus_plus"},
         "loss_fn.use_kl_in_reward": True,
-        "loss_fn.reference_policy_kl_penalty": penalty,
+        "loss_fn.reference_policy_kl_penalty": 0.01,
     }
     (line,) = problems(config(**by_token))
-    assert line.startswith(f"grpo.adv_estimator.name={estimator}: its advantages")
+    assert line.startswith("grpo.adv_estimator.name=reinforce_plus_plus: its advantages with loss_fn.use_kl_in_reward")
     assert "differ within a response, of which qarl.objective tbpo has one; set grpo" in line
     apply_qarl(config({"format": "w4a16", "objective": {"objective": "grpo_tis"}}, **by_token))
     # Without a penalty in them they are one for a response.
-    if penalty:
-        apply_qarl(config(**by_token | {"loss_fn.reference_policy_kl_penalty": 0.0}))
+    apply_qarl(config(**by_token | {"loss_fn.reference_policy_kl_penalty": 0.0}))
+
+
+def test_several_rewards_need_an_environment_that_gives_them():
+    several = {"grpo.adv_estimator": {"name": "gdpo"}, "grpo.val_period": 0}
+    ours = {"dataset_name": "qarl_nemo.nemo_rl.problems.GSM8K"}
+    rewarded = ours | {"reward_function": "qarl_nemo.verify:reward"}
+    env = {"math": {"num_workers": 8}, "math_multi_reward": {"num_workers": 8}}
+
+    def checked(train, **default):
+        return config(**several | {"data": {"train": train, "default": default}, "env": env})
+
+    (line,) = problems(checked([ours | {"env_name": "math"}, rewarded]))
+    assert line.startswith("grpo.adv_estimator.name=gdpo: it needs two or more rewards of a response, and math and ")
+    assert line.endswith("gives data.train one; set grpo, or an env_name of several rewards, such as math_multi_reward")
+    (line,) = problems(checked(ours, env_name="math"))
+    assert "and math gives data.train one" in line
+    # Validation measures one reward in any case, and without training data others have more to say.
+    apply_qarl(checked([ours | {"env_name": "math_multi_reward"}], env_name="math"))
+    apply_qarl(config(**several))
