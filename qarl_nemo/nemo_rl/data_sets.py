@@ -53,6 +53,17 @@ def reward_environment(path: str) -> str:
     return f"reward_function {path}"
 
 
+def starts_environment(data: Mapping[str, Any], name: str) -> bool:
+    """Return whether NeMo-RL starts an environment: a data set names it, or the default, and no function replaces it.
+
+    Args:
+        data: the `data:` block.
+        name: the environment's.
+    """
+    named = (dataset for key in ("train", "validation", "default") for _, dataset in _entries(data, key))
+    return any(dataset.get("env_name") == name and not dataset.get("reward_function") for dataset in named)
+
+
 def our_name(dataset: Mapping[str, Any]) -> str | None:
     """Return the name of a data set of `problems.py` as `DatasetConfig` has it; None for any other."""
     return _CLASSES.get(str(dataset.get("dataset_name")))

@@ -33,7 +33,7 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
     else:
         lines.append(f"shapes and memory not checked: {unchecked}")
     lines.append(f"logs     {look_up(config, 'logger.log_dir', '?')}; checkpoints {_checkpoints(config)}")
-    where = ", on the head of a Ray cluster" if layout is not None and layout.nodes > 1 else ""
+    where = ", on the head of a Ray cluster" if layout is not None and layout.nodes + layout.reward_nodes > 1 else ""
     words = ["python", *map(word_without_secrets, arguments)]
     lines.append(f"command{where}: {shlex.join(words)}")
     return "\n".join(f"qarl: {line}" for line in lines)
@@ -62,7 +62,8 @@ def _steps(config: Mapping[str, Any], qarl: Any) -> str:
 def _gpus(layout: Layout) -> str:
     total = layout.nodes * layout.gpus_per_node
     shared = "shared by learner and engines" if layout.colocated else "learner and engines apart"
-    return f"{total} ({layout.nodes} node(s) of {layout.gpus_per_node}), {shared}"
+    beside = ", beside a reward model's" if layout.reward_nodes or layout.reward_gpus else ""
+    return f"{total} ({layout.nodes} node(s) of {layout.gpus_per_node}), {shared}{beside}"
 
 
 def _learner(layout: Layout) -> str:

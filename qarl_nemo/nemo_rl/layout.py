@@ -6,11 +6,14 @@ from typing import Any
 
 from qarl_nemo.architecture import Architecture
 from qarl_nemo.memory import Parallelism
+from qarl_nemo.nemo_rl.data_sets import starts_environment
 from qarl_nemo.nemo_rl.lookup import look_up
 
 MEGATRON = "policy.megatron_cfg"
 ENGINE = "policy.generation.vllm_cfg"
 RESOURCES = "policy.generation.colocated.resources"
+REWARD_MODEL = "env.reward_model.resources"
+"""GPUs of a reward model, which are the learner's and the engines' no more."""
 # Our short names of parallel sizes -> Megatron's.
 SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -26,8 +29,8 @@ class Layout:
     """What runs where, according to a config.
 
     Attributes:
-        nodes: the cluster's number of nodes.
-        gpus_per_node: GPUs on each node.
+        nodes: number of nodes of learner and engines.
+        gpus_per_node: their GPUs on each of these.
         colocated: whether engines share the learner's GPUs.
         learner_gpus: GPUs of the learner.
         engine_gpus: GPUs of all engines together.
@@ -35,6 +38,8 @@ class Layout:
         end_layers: layers of the first and the last pipeline stage, where a config says so.
         engine_tp: GPUs that share one engine's layers.
         engine_ep: GPUs that share one engine's experts.
+        reward_nodes: nodes of a reward model, in a cluster of several.
+        reward_gpus: GPUs of a reward model, in a cluster of one node.
     """
 
     nodes: int
@@ -46,6 +51,8 @@ class Layout:
     end_layers: tuple[int, ...]
     engine_tp: int
     engine_ep: int
+    reward_nodes: int = 0
+    reward_gpus: int = 0
 
     @property
     def ranks(self) -> Parallelism:
@@ -75,6 +82,8 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
     nodes, per_node = (look_up(config, f"cluster.{key}", None) for key in ("num_nodes", "gpus_per_node"))
     if not nodes or not per_node:
         return None
+    reward_nodes, reward_gpus = _reward_model(config, nodes, per_node)
+    nodes, per_node = nodes - reward_nodes, per_node - reward_gpus
     colocated = bool(look_up(config, "policy.generation.colocated.enabled", True))
     total, taken = nodes * per_node, 0
     if not colocated:
@@ -91,7 +100,14 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
         end_layers=_end_layers(config),
         engine_tp=_count(config, f"{ENGINE}.tensor_parallel_size"),
         engine_ep=_count(config, f"{ENGINE}.expert_parallel_size"),
+        reward_nodes=reward_nodes,
+        reward_gpus=reward_gpus,
     )
+
+
+def uses_reward_model(config: Mapping[str, Any]) -> bool:
+    """Return whether NeMo-RL starts a reward model of a config, on GPUs of its own."""
+    return starts_environment(config.get("data") or {}, "reward_model")
 
 
 def divided_counts(model: Architecture | None, targets: Collection[str] = ()) -> dict[str, dict[str, int]]:
@@ -115,6 +131,16 @@ def divided_counts(model: Architecture | None, targets: Collection[str] = ()) ->
 def responses_per_step(config: Mapping[str, Any]) -> int:
     """Return how many responses a step of a config asks for; 0 if it does not say."""
     return _count(config, "grpo.num_prompts_per_step", 0) * _count(config, "grpo.num_generations_per_prompt", 0)
+
+
+def _reward_model(config: Mapping[str, Any], nodes: int, per_node: int) -> tuple[int, int]:
+    """Return a reward model's whole nodes of several, or its GPUs of a single node; none where they cannot be."""
+    if not uses_reward_model(config):
+        return 0, 0
+    key, there = ("gpus_per_node", per_node) if nodes == 1 else ("num_nodes", nodes)
+    own = _count(config, f"{REWARD_MODEL}.{key}", 0)
+    own = own if own < there else 0
+    return (0, own) if nodes == 1 else (own, 0)
 
 
 def _end_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

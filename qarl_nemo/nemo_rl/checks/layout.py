@@ -7,7 +7,18 @@ from typing import Any
 
 from qarl_nemo.architecture import Architecture
 from qarl_nemo.nemo_rl.checks.batches import batch_problems, count_problems
-from qarl_nemo.nemo_rl.layout import ENGINE, MEGATRON, RESOURCES, SIZES, Layout, divided_counts, read_layout
+from qarl_nemo.nemo_rl.checks.lines import problem_line
+from qarl_nemo.nemo_rl.layout import (
+    ENGINE,
+    MEGATRON,
+    RESOURCES,
+    REWARD_MODEL,
+    SIZES,
+    Layout,
+    divided_counts,
+    read_layout,
+    uses_reward_model,
+)
 from qarl_nemo.nemo_rl.lookup import look_up, with_value
 from qarl_nemo.nemo_rl.model_shapes import shape_conflicts
 from qarl_nemo.parallelism import divisors, either, shares_kv_heads
@@ -82,18 +93,20 @@ def layout_conflicts(config: Mapping[str, Any], qarl: Any, model: Architecture |
 
 
 def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    if uses_reward_model(config) and (problems := _reward_problems(config, layout)):
+        return problems
     if layout.colocated:
         return []
     nodes, per_node = (look_up(config, f"{RESOURCES}.{key}", None) for key in ("num_nodes", "gpus_per_node"))
     problems, said = [], ["null" if value is None else value for value in (nodes, per_node)]
     if layout.nodes == 1:
         if nodes not in (None, 1):
-            problems.append(f"{RESOURCES}.num_nodes={nodes}: cluster.num_nodes=1; set null or 1")
+            problems.append(f"{RESOURCES}.num_nodes={nodes}: learner and engines share one node; set null or 1")
         if not 1 <= (per_node or 0) < layout.gpus_per_node:
             legal = f"1 to {layout.gpus_per_node - 1}"
             problems.append(
-                f"{RESOURCES}.gpus_per_node={said[1]}: learner and engines share the {layout.gpus_per_node} GPUs of "
-                f"cluster.gpus_per_node; set {legal}"
+                f"{RESOURCES}.gpus_per_node={said[1]}: learner and engines share {layout.gpus_per_node} GPUs "
+                f"({_cluster(layout)}); set {legal}"
             )
         return problems
     if not 1 <= (nodes or 0) < layout.nodes:
@@ -101,6 +114,18 @@ def _resource_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
     if per_node != layout.gpus_per_node:
         problems.append(f"{RESOURCES}.gpus_per_node={said[1]}: engines take whole nodes; set {layout.gpus_per_node}")
     return problems
+
+
+def _reward_problems(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    # Of one node a reward model takes some GPUs, and of several whole nodes, whatever it uses there.
+    nodes, per_node = layout.nodes + layout.reward_nodes, layout.gpus_per_node + layout.reward_gpus
+    most = {"num_nodes": max(nodes - 1, 1), "gpus_per_node": per_node - 1 if nodes == 1 else per_node}
+    why = f"a reward model has GPUs of its own, and learner and engines the others ({_cluster(layout)})"
+    return [
+        problem_line(f"{REWARD_MODEL}.{key}", value, why, f"1 to {largest}" if largest > 1 else "1")
+        for key, largest in most.items()
+        if type(value := look_up(config, f"{REWARD_MODEL}.{key}", None)) is not int or not 1 <= value <= largest
+    ]
 
 
 def _learner_problems(layout: Layout, learner: _Side) -> list[str]:
@@ -195,5 +220,7 @@ def _other_sizes(layout: Layout, factors: tuple[str, ...], learner: _Side) -> st
 
 
 def _cluster(layout: Layout) -> str:
+    nodes, per_node = layout.nodes + layout.reward_nodes, layout.gpus_per_node + layout.reward_gpus
     apart = "" if layout.colocated else ", engines apart"
-    return f"cluster.num_nodes={layout.nodes}, cluster.gpus_per_node={layout.gpus_per_node}{apart}"
+    apart += ", a reward model apart" if layout.reward_nodes or layout.reward_gpus else ""
+    return f"cluster.num_nodes={nodes}, cluster.gpus_per_node={per_node}{apart}"
