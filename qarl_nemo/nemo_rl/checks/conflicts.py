@@ -26,6 +26,7 @@ from qarl_nemo.nemo_rl.checks.muon import muon_conflicts
 from qarl_nemo.nemo_rl.checks.objective import objective_conflicts
 from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
 from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts
+from qarl_nemo.nemo_rl.checks.rewards import reward_conflicts
 from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.checks.validation import stop_metric_conflicts, validation_batch_conflicts
 from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
@@ -140,6 +141,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
     return [
         *problems,
         *objective_conflicts(config, qarl.objective),
+        *reward_conflicts(config),
         *_engine_conflicts(config, qarl),
         *optimizer_conflicts(config),
         *schedule_conflicts(config),

@@ -258,7 +258,7 @@ def test_what_the_asynchronous_loop_has_not_is_refused_before_workers_start():
     changes = {
         "grpo.use_dynamic_sampling": True,
         "grpo.reward_scaling": {"enabled": True},
-        "grpo.reward_shaping": {"enabled": True},
+        "grpo.reward_shaping": {"enabled": True, "stop_properly_penalty_coef": 0.5},
         "data.use_multiple_dataloader": True,
     }
     lines = problems(config(**ASYNCHRONOUS | changes))

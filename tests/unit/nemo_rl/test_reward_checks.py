@@ -2,7 +2,7 @@
 
 import pytest
 from test_layout import launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
-from test_nemo_rl_config import problems
+from test_nemo_rl_config import config, problems
 
 from qarl_nemo.nemo_rl.config import apply_qarl
 from qarl_nemo.nemo_rl.launch_summary import launch_summary
@@ -72,3 +72,47 @@ def test_a_layout_is_checked_for_the_gpus_that_are_left():
 def test_a_reward_model_leaves_learner_and_engines_some_gpus(cluster, resources, line):
     found = [one for one in problems(rewarded(cluster, resources)) if RESOURCES in one]
     assert [one.startswith(line) for one in found] == [True]
+
+
+SCALING = {"enabled": True, "source_min": -1.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
+SHAPING = {"enabled": True, "overlong_buffer_length": 128, "overlong_buffer_penalty": 1, "max_response_length": 4096,
+           "stop_properly_penalty_coef": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"advantage_clip_low": 1.0, "advantage_clip_high": -1.0},
+         "grpo.advantage_clip_low=1.0: grpo.advantage_clip_high=-1.0 is not more, so that every advantage would be -1.0"
+         "; set less than -1.0, or null"),
+        ({"advantage_clip_low": 0.0, "advantage_clip_high": 0.0}, "grpo.advantage_clip_low=0.0: grpo.advantage_clip_h"),
+        ({"reward_scaling": SCALING | {"source_min": 1.0}},
+         "grpo.reward_scaling.source_min=1.0: grpo.reward_scaling.source_max=1.0 is not more, and NeMo-RL divides"),
+        ({"reward_scaling": {"enabled": True, "source_min": 2.0}}, "grpo.reward_scaling.source_min=2.0: grpo.reward"),
+        ({"reward_shaping": SHAPING | {"max_response_length": None}},
+         "grpo.reward_shaping.max_response_length=null: grpo.reward_shaping.enabled=true needs it where stop_prop"),
+        ({"reward_shaping": SHAPING | {"overlong_buffer_length": 0}},
+         "grpo.reward_shaping.overlong_buffer_length=0: grpo.reward_shaping.enabled=true needs it"),
+        ({"reward_shaping": SHAPING | {"overlong_buffer_penalty": -1}},
+         "grpo.reward_shaping.overlong_buffer_penalty=-1: grpo.reward_shaping.enabled=true needs it"),
+        ({"reward_shaping": SHAPING | {"stop_properly_penalty_coef": 2}},
+         "grpo.reward_shaping.stop_properly_penalty_coef=2: the part of a cut off answer's reward that stays; set 0"),
+    ],
+)  # fmt: skip
+def test_bounds_and_lengths_that_rewards_cannot_be_computed_with_are_refused(changes, line):
+    (found,) = problems(config(**{f"grpo.{key}": value for key, value in changes.items()}))
+    assert found.startswith(line)
+
+
+def test_bounds_and_lengths_of_rewards_that_nemo_rl_takes_are_taken():
+    for changes in (
+        {"advantage_clip_low": -1.0, "advantage_clip_high": 1.0},
+        {"advantage_clip_low": 1.0, "advantage_clip_high": None},
+        {"reward_scaling": SCALING},
+        {"reward_scaling": {"enabled": True}},
+        {"reward_scaling": SCALING | {"enabled": False, "source_min": 1.0}},
+        {"reward_shaping": SHAPING},
+        {"reward_shaping": SHAPING | {"enabled": False, "max_response_length": None}},
+        {"reward_shaping": {"enabled": True, "stop_properly_penalty_coef": 0}},
+    ):
+        apply_qarl(config(**{f"grpo.{key}": value for key, value in changes.items()}))
