@@ -33,7 +33,7 @@ from qarl_nemo.nemo_rl.layout import read_layout, responses_per_step
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER, dtype_conflicts
-from qarl_nemo.parallelism import divisors, either
+from qarl_nemo.parallelism import either
 from qarl_nemo.refit.engine_settings import kernel_choices
 
 _OFF = (None, False)
@@ -185,6 +185,8 @@ def _loop_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[st
         problems.append(
             problem_line(key, batch, f"{cause} is right for one optimizer step a rollout batch", str(per_step))
         )
+    if look_up(config, "grpo.async_grpo") is None:
+        problems.append(problem_line("grpo.async_grpo", None, "NeMo-RL reads its keys", "enabled: false in it"))
     if look_up(config, "grpo.async_grpo.enabled", False):
         problems += _async_conflicts(config, objective)
     problems += _validation_conflicts(config)
@@ -262,11 +264,16 @@ def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[s
     given = {
         key: (False, "that loop of NeMo-RL has none") for key in _SYNCHRONOUS if look_up(config, key) is not ABSENT
     }
-    return [
+    problems = [
         problem_line(key, value, f"grpo.async_grpo.enabled=true: {why}", yaml_text(legal))
         for key, (legal, why) in (wanted | given).items()
         if (value := look_up(config, key, not legal)) != legal
     ]
+    oldest = "grpo.async_grpo.max_trajectory_age_steps"
+    if type(age := look_up(config, oldest, 1)) is not int or age < 1:
+        # NeMo-RL waits forever for its first batch.
+        problems.append(problem_line(oldest, age, "responses of how many steps before are kept", "1 or more"))
+    return problems
 
 
 def _unpaired(config: Mapping[str, Any]) -> list[str]:
@@ -275,17 +282,31 @@ def _unpaired(config: Mapping[str, Any]) -> list[str]:
     factor, dynamic = look_up(config, "grpo.batch_multiplier", 1), "grpo.use_dynamic_sampling"
     if factor != 1 and not look_up(config, dynamic, False):
         problems.append(problem_line("grpo.batch_multiplier", factor, f"it is for {dynamic}=true", "1"))
-    several, size = "data.use_multiple_dataloader", "data.num_prompts_per_dataloader"
-    prompts, each = look_up(config, "grpo.num_prompts_per_step", 0), look_up(config, size, 0)
-    # The asynchronous loop has none of it.
-    takes_turns = look_up(config, several, False) and not look_up(config, "grpo.async_grpo.enabled", False)
-    if takes_turns and not (type(each) is int and each > 0 and prompts % each == 0):
-        why = f"{several}=true takes so many prompts of a set at once, and {prompts} a step"
-        problems.append(problem_line(size, each or None, why, either(divisors(prompts))))
+    elif look_up(config, dynamic, False):
+        most = "grpo.dynamic_sampling_max_gen_batches"
+        if type(batches := look_up(config, most, 1)) is not int or batches < 1:
+            problems.append(problem_line(most, batches, f"{dynamic}=true generates at least one", "1 or more"))
+    problems += _loader_conflicts(config, factor)
     metric, least = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
     if look_up(config, metric, None) is not None and look_up(config, least, None) is None:
         problems.append(problem_line(least, None, f"{metric} stops there", f"a number, or {metric}=null"))
     return problems
+
+
+def _loader_conflicts(config: Mapping[str, Any], factor: float) -> list[str]:
+    several, size = "data.use_multiple_dataloader", "data.num_prompts_per_dataloader"
+    # The asynchronous loop has none of it.
+    if not look_up(config, several, False) or look_up(config, "grpo.async_grpo.enabled", False):
+        return []
+    prompts, each = look_up(config, "grpo.num_prompts_per_step", 0) or 0, look_up(config, size, 0)
+    # Of both NeMo-RL takes so many times as many for dynamic sampling, in whole numbers.
+    taken = int(prompts * factor)
+    legal = [count for count in range(1, prompts + 1) if (part := int(count * factor)) and taken % part == 0]
+    if not prompts or (type(each) is int and each in legal):
+        return []
+    why = f"{several}=true takes so many prompts of a set at once, and {prompts} a step"
+    why += f", times grpo.batch_multiplier={factor}" if factor != 1 else ""
+    return [problem_line(size, each or None, why, either(legal))]
 
 
 def _validation_conflicts(config: Mapping[str, Any]) -> list[str]:

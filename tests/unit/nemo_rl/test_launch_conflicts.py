@@ -287,6 +287,9 @@ def test_packed_sequences_are_cut_into_whole_pieces():
         ({"grpo.val_num_generations_per_prompt": 0}, "grpo.val_num_generations_per_prompt=0: set a whole number"),
         ({"grpo.num_generations_per_prompt": 1, "grpo.num_prompts_per_step": 512},
          "grpo.num_generations_per_prompt=1: grpo.adv_estimator.name=grpo compares a prompt's answers"),
+        ({"grpo.use_dynamic_sampling": True, "grpo.dynamic_sampling_max_gen_batches": 0},
+         "grpo.dynamic_sampling_max_gen_batches=0: grpo.use_dynamic_sampling=true generates at least one; set 1 or"),
+        ({"grpo.async_grpo": None}, "grpo.async_grpo=null: NeMo-RL reads its keys; set enabled: false in it"),
         ({"data.use_multiple_dataloader": True, "data.num_prompts_per_dataloader": 24},
          "data.num_prompts_per_dataloader=24: data.use_multiple_dataloader=true takes so many prompts"),
         ({"policy.megatron_cfg.moe_router_load_balancing_type": "aux_loss"},
@@ -313,6 +316,21 @@ def test_packed_sequences_are_cut_into_whole_pieces():
 def test_what_nemo_rl_or_a_worker_would_refuse_later_is_refused_now(changes, line):
     (found,) = problems(config(**changes))
     assert found.startswith(line)
+
+
+def test_data_sets_take_turns_by_batches_of_dynamic_sampling():
+    """With a factor of 1.5 a step asks 6 for its 4 prompts; 2 of a set become 3, which divide them, and 3 become 4."""
+    several = {"data.use_multiple_dataloader": True, "grpo.use_dynamic_sampling": True, "grpo.batch_multiplier": 1.5}
+    several |= {"grpo.num_prompts_per_step": 4, "policy.train_global_batch_size": 32}
+    apply_qarl(config(**several | {"data.num_prompts_per_dataloader": 2}))
+    (line,) = problems(config(**several | {"data.num_prompts_per_dataloader": 3}))
+    assert line.startswith("data.num_prompts_per_dataloader=3: data.use_multiple_dataloader=true takes so many prompts")
+    assert line.endswith("of a set at once, and 4 a step, times grpo.batch_multiplier=1.5; set 1, 2 or 4")
+    # Of 10 each 1 and 2 divide; of their 25 the 5 that 2 become do, and the 2 that 1 becomes do not.
+    ten = several | {"grpo.num_prompts_per_step": 10, "grpo.batch_multiplier": 2.5}
+    ten |= {"policy.train_global_batch_size": 80}
+    apply_qarl(config(**ten | {"data.num_prompts_per_dataloader": 2}))
+    assert len(problems(config(**ten | {"data.num_prompts_per_dataloader": 1}))) == 1
 
 
 def test_advantages_of_tokens_are_for_objectives_of_tokens():

@@ -253,6 +253,18 @@ def test_asynchronous_generation_needs_gpus_of_its_own():
     apply_qarl(config(**ASYNCHRONOUS))
 
 
+@pytest.mark.parametrize("age", [0, -1, None])
+def test_asynchronous_responses_are_a_step_old_at_least(age):
+    key = "grpo.async_grpo.max_trajectory_age_steps"
+    (line,) = problems(config(**ASYNCHRONOUS | {key: age}))
+    assert line.startswith(
+        f"{key}={'null' if age is None else age}: responses of how many steps before are kept; set 1"
+    )
+    apply_qarl(config(**ASYNCHRONOUS | {key: 2}))
+    # It is not read without.
+    apply_qarl(config(**{key: age}))
+
+
 def test_what_the_asynchronous_loop_has_not_is_refused_before_workers_start():
     # NeMo-RL's launcher raises for these once all of them run; absent or off they are legal, as above.
     changes = {
