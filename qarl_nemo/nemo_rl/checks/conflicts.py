@@ -25,7 +25,7 @@ from qarl_nemo.nemo_rl.checks.model_overrides import override_conflicts
 from qarl_nemo.nemo_rl.checks.muon import muon_conflicts
 from qarl_nemo.nemo_rl.checks.objective import objective_conflicts
 from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
-from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts
+from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts, save_time_conflicts
 from qarl_nemo.nemo_rl.checks.rewards import reward_conflicts
 from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.checks.validation import stop_metric_conflicts, validation_batch_conflicts
@@ -157,6 +157,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *dtype_conflicts(config),
         *metric_conflicts(config),
         *resume_conflicts(config),
+        *save_time_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),
         *([] if unknown else attention_conflicts(config, qarl)),

@@ -7,12 +7,14 @@ from typing import Any
 
 from qarl_nemo.config import ConfigError, read_yaml
 from qarl_nemo.files import FileError
+from qarl_nemo.nemo_rl.checks.lines import problem_line
 from qarl_nemo.nemo_rl.checks.validation import validation_metrics
 from qarl_nemo.nemo_rl.layout import MEGATRON
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
 _METRIC = "checkpointing.metric_name"
+_SAVE_BY = "checkpointing.checkpoint_must_save_by"
 _FOLDER, _STEPS = "checkpointing.checkpoint_dir", "grpo.max_num_steps"
 # What says how many steps the data lasts for.
 _LASTS = ("grpo.max_num_epochs", "grpo.num_prompts_per_step")
@@ -68,6 +70,24 @@ def metric_conflicts(config: Mapping[str, Any]) -> list[str]:
         f"{_METRIC}={name}: NeMo-RL ends at its first checkpoint unless this is train: or val: and a metric's name; "
         "set val:accuracy, or null to keep the newest ones"
     ]
+
+
+def save_time_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say where NeMo-RL could not read, once all workers have started, the time by which it is to save.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+
+    Returns:
+        No line, or one; NeMo-RL reads the time without checkpoints, too.
+
+    Source: NeMo-RL 7ea279ab, `convert_to_seconds` in `utils/timer.py`.
+    """
+    time = look_up(config, _SAVE_BY, None)
+    if time is None or (isinstance(time, str) and re.fullmatch(r"\d+(:\d+){3}", time.strip())):
+        return []
+    why = "not days, hours, minutes and seconds as DD:HH:MM:SS"
+    return [problem_line(_SAVE_BY, time, why, 'e.g. "00:03:45:00", in quotes, or null')]
 
 
 def resume_conflicts(config: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from test_nemo_rl_config import config as recipe
 from test_nemo_rl_config import problems
 
 from qarl_nemo.config import merge_mappings, write_yaml
-from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts
+from qarl_nemo.nemo_rl.checks.resume import metric_conflicts, resume_conflicts, save_time_conflicts
 from qarl_nemo.nemo_rl.lookup import with_value
 
 _OVERRIDE = "policy.megatron_cfg.scheduler.override_opt_param_scheduler"
@@ -132,3 +132,14 @@ def test_a_metric_that_no_checkpoint_could_be_kept_by_is_refused(name):
         assert metric_conflicts(recipe(**saves | {"checkpointing.metric_name": others})) == []
     # Nothing is saved.
     assert metric_conflicts(recipe(**saves | {"checkpointing.enabled": False})) == []
+
+
+@pytest.mark.parametrize(("time", "said"), [("03:45:00", "03:45:00"), ("3h", "3h"), (13500, "13500"), ("", "")])
+def test_the_time_to_save_by_is_one_that_nemo_rl_reads(time, said):
+    key = "checkpointing.checkpoint_must_save_by"
+    # NeMo-RL reads it without checkpoints, too.
+    for enabled in (True, False):
+        (line,) = problems(recipe(**{"checkpointing.enabled": enabled, key: time}))
+        assert line.startswith(f"{key}={said}: not days, hours, minutes and seconds as DD:HH:MM:SS; set e.g. ")
+    for legal in ("00:03:45:00", "1:0:0:0", None):
+        assert save_time_conflicts(recipe(**{key: legal})) == []
