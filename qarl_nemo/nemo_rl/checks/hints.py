@@ -7,6 +7,7 @@ from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.checks.data_files import file_hints
+from qarl_nemo.nemo_rl.checks.learning_rate import schedule_hints
 from qarl_nemo.nemo_rl.checks.objective import ERROR_LIMIT
 from qarl_nemo.nemo_rl.checks.share_hints import share_hints
 from qarl_nemo.nemo_rl.checks.validation import validation_hints
@@ -26,7 +27,7 @@ _WORTH_SAYING = 3
 
 
 def find_hints(config: Mapping[str, Any]) -> list[str]:
-    """Say which settings cost time, show a secret, need files elsewhere, leave out problems, or change Muon's steps.
+    """Say which settings cost time, show a secret, need files elsewhere, leave out problems, or change steps.
 
     Args:
         config: the whole config, as nested dictionaries.
@@ -56,7 +57,7 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
             "whose steps are as long as AdamW's (Megatron's defaults step five times as far); for that one set "
             f"{settings}"
         )
-    return [*hints, *file_hints(config.get("data") or {}), *validation_hints(config)]
+    return [*hints, *schedule_hints(config), *file_hints(config.get("data") or {}), *validation_hints(config)]
 
 
 def _forward_hints(config: Mapping[str, Any]) -> list[str]:
