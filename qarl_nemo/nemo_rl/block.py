@@ -28,7 +28,7 @@ class NemoQarlConfig(QarlConfig):
     diagnostics_period: int = Field(20, ge=1, le=10_000_000)
     """Steps between two whose ratios and log-probabilities are kept for reports; the first of each start is, too."""
     max_skipped_steps: int = Field(3, ge=1, le=1_000_000)
-    """How many optimizer steps in a row may be skipped for a non-finite loss or gradient before the run stops."""
+    """How many optimizer steps in a row may be skipped, mostly for non-finite gradients, before the run stops."""
     update_aware_scale: UpdateAwareScale | None = None
     engine_rounding: bool = False
     """The learner's norms and rotary embedding round where vLLM's do; false leaves both to Megatron."""
