@@ -174,7 +174,7 @@ def require_reach(config: LocalConfig, runs: Sequence[LocalConfig], overrides: S
 
     Args:
         config: with the overrides in it, and a `compare:` block.
-        runs: of the arms.
+        runs: from `expand_arms`.
         overrides: the command line's, `a.b=c`.
 
     Raises:

@@ -121,7 +121,7 @@ def _notices(runs: Sequence[Run]) -> list[dict[str, Any]]:
         skipped = round(summarize_run(run)["skipped_steps"])
         if skipped:
             updates = "1 update" if skipped == 1 else f"{skipped} updates"
-            problems.append(f"optim/skipped_steps: {updates} skipped for a non-finite loss or gradient")
+            problems.append(f"optim/skipped_steps: {updates} skipped, whose causes the log names")
         if problems:
             notices.append({"run": run.name, "problems": problems})
     return notices

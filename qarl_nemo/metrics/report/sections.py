@@ -194,7 +194,9 @@ def _optimizer(arms: Sequence[Arm]) -> Section:
         curve_panel(arms, "Learning rate", "optim/lr", "learning rate", "As scheduled.", smooth=False),
         *_flips(arms),
     )
-    intro = "Updates with a non-finite loss or gradient are skipped and counted."
+    intro = (
+        "Updates with a non-finite loss or gradient are skipped and counted, and those that Megatron skips by itself."
+    )
     return Section("optimizer", "Optimizer", intro, panels)
 
 

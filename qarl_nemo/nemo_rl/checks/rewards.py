@@ -35,7 +35,7 @@ def reward_conflicts(config: Mapping[str, Any]) -> list[str]:
             look_up(config, f"{_SCALING}.source_{end}", usual)
             for end, usual in zip(("min", "max"), _USUAL_SOURCE, strict=True)
         )
-        if not least < most:
+        if not (is_number(least) and is_number(most) and least < most):
             why = f"{_SCALING}.source_max={most} is not more, and NeMo-RL divides by their difference"
             problems.append(problem_line(f"{_SCALING}.source_min", least, why, f"less than {most}"))
     return problems + (_shaping_problems(config) if look_up(config, f"{_SHAPING}.enabled", False) else [])

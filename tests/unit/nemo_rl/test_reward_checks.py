@@ -88,6 +88,8 @@ SHAPING = {"enabled": True, "overlong_buffer_length": 128, "overlong_buffer_pena
         ({"advantage_clip_low": 0.0, "advantage_clip_high": 0.0}, "grpo.advantage_clip_low=0.0: grpo.advantage_clip_h"),
         ({"reward_scaling": SCALING | {"source_min": 1.0}},
          "grpo.reward_scaling.source_min=1.0: grpo.reward_scaling.source_max=1.0 is not more, and NeMo-RL divides"),
+        ({"reward_scaling": SCALING | {"source_min": None}},
+         "grpo.reward_scaling.source_min=null: grpo.reward_scaling.source_max=1.0 is not more"),
         ({"reward_scaling": {"enabled": True, "source_min": 2.0}}, "grpo.reward_scaling.source_min=2.0: grpo.reward"),
         ({"reward_shaping": SHAPING | {"max_response_length": None}},
          "grpo.reward_shaping.max_response_length=null: grpo.reward_shaping.enabled=true needs it where stop_prop"),
