@@ -78,14 +78,17 @@ def word_without_secrets(word: str) -> str:
     """Return a word of a command line that shows no secret which it puts into an `env_vars` block.
 
     Args:
-        word: e.g. `policy.megatron_cfg.env_vars.HF_TOKEN=abc`, or a whole block in braces.
+        word: e.g. `policy.megatron_cfg.env_vars.HF_TOKEN=abc`, or a whole block in braces, also of one around it.
 
     Returns:
         The word, with `***` for its value if that is or holds a secret.
     """
     key, assigned, value = word.partition("=")
     path = key.split(".")
-    if not assigned or _VARIABLES not in path:
+    inside = _VARIABLES in path
+    if not assigned or not (inside or _VARIABLES in value):
         return word
-    hidden = is_secret(path[-1]) or any(is_secret(name) for name in re.findall(r"\w+(?=[\"']?\s*:)", value))
+    hidden = (inside and is_secret(path[-1])) or any(
+        is_secret(name) for name in re.findall(r"\w+(?=[\"']?\s*:)", value)
+    )
     return f"{key}={HIDDEN}" if hidden else word

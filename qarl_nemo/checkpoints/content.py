@@ -92,8 +92,9 @@ def require_tied_copy(checkpoint: Checkpoint) -> None:
     if len(tables) < 2 or not checkpoint.config.get("tie_word_embeddings"):
         return
     with checkpoint.open_reader() as reader:
-        embedding = reader.read(tables[EMBEDDING]).clone()
-        if not torch.equal(embedding, reader.read(tables[LM_HEAD])):
+        # By their bits, since no NaN equals another.
+        embedding = reader.read(tables[EMBEDDING]).clone().view(torch.uint8)
+        if not torch.equal(embedding, reader.read(tables[LM_HEAD]).contiguous().view(torch.uint8)):
             raise ValueError(
                 f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight is not "
                 "model.embed_tokens.weight; engines would ignore it: set tie_word_embeddings to false, or remove it"

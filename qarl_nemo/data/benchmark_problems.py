@@ -23,8 +23,11 @@ def _in_braces(depth: int) -> str:
 
 
 _MAX_QUOTED = 200
+# Not the article or pronoun before a word: `A dog` and `I think` choose nothing. These follow neither.
+_AFTER_A_LETTER = "and|or|is|because|since|which|that|as|with|in|for|from|due|based|by|on|at|but|where|when|if"
+_ANY_LETTER = rf"(?:[B-HJ-Z]|[AI](?![ \t]+(?!(?:{_AFTER_A_LETTER})\b)[a-z]))"
 # A small letter counts in parentheses: `is a dog` chooses nothing.
-_EITHER = r"(?:[A-Z]|(?<=\()[a-z](?=\)))"
+_EITHER = rf"(?:{_ANY_LETTER}|(?<=\()[a-z](?=\)))"
 _LETTER = rf"(?:(?i:option|choice)\s*)?\(?({_EITHER})\)?(?![\w'])"
 # What may stand before a letter: a colon, quotes, LaTeX's and Markdown's \textbf{, \(, **. It takes all space there:
 # with two ways to read it, a response that ends in nothing else would take for ever.
@@ -42,10 +45,8 @@ _NAMED = r"(?:(?i:option|choice)s?\b\s*)?\(?"
 _JOINED = r"\)?(?:[\s,;/&+|\\]|\b(?:and|or)\b)+"
 # A small letter alone, or with what follows an option's letter: `a dog` and `x = 3` choose nothing.
 _SMALL = r"[a-z](?=\s*(?:[).:,;/&]|(?:and|or)\b|$))"
-# Not the article or pronoun before a word, nor the variable of a formula: `A dog` and `F = 20` choose nothing either.
-_CAPITAL = (
-    r"(?:[B-HJ-Z]|[AI](?!\s+(?!(?:and|or|is|because|since)\b)[a-z]))(?!\s*(?:[=^<>+]|\\(?:approx|propto|times|cdot)))"
-)
+# Nor the variable of a formula: `F = 20` chooses nothing either.
+_CAPITAL = rf"{_ANY_LETTER}(?!\s*(?:[=^<>+]|\\(?:approx|propto|times|cdot)))"
 _BOXED_LETTER = re.compile(rf"\s*{_NAMED}({_CAPITAL}|{_SMALL})(?![\w'])")
 # Alone in the box: `(C) V = IR` is one option with its text.
 _BOXED_LETTERS = re.compile(

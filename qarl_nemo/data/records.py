@@ -5,13 +5,14 @@ import csv
 import io
 import json
 import logging
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import NAMED
-from qarl_nemo.files import FileError, load_json, read_words, text_lines
+from qarl_nemo.files import MAX_TEXT_BYTES, FileError, load_json, read_words, text_lines
 from qarl_nemo.installation import pip_command
 
 # What `datasets` calls the readers of single files.
@@ -40,8 +41,9 @@ def read_records(config: DatasetConfig) -> Iterator[tuple[str, Any]]:
     elif path is not None and path.suffix == ".csv":
         yield from _csv(path, config.split)
     else:
-        for number, record in enumerate(_load_dataset(config, path), start=1):
-            yield f"record {number}", record
+        dataset = _load_dataset(config, path)
+        for number, record in enumerate(dataset, start=1):
+            yield f"record {number}", _as_stored(record, dataset.features)
 
 
 def local_file(config: DatasetConfig) -> Path | None:
@@ -79,6 +81,26 @@ def local_file(config: DatasetConfig) -> Path | None:
     return None
 
 
+def _as_stored(value: Any, feature: Any) -> Any:
+    """Return a value whose numbers have no more digits than their column's type: 36.6, not 36.599998474121094."""
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {key: _as_stored(one, feature.get(key)) for key, one in value.items()}
+    if isinstance(value, list):
+        inside = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_as_stored(one, inside) for one in value]
+    code = {"float16": "e", "float32": "f"}.get(getattr(feature, "dtype", ""))
+    return _shortest(value, code) if code and isinstance(value, float) else value
+
+
+def _shortest(value: float, code: str) -> float:
+    for digits in range(1, 10):
+        rounded = float(f"{value:.{digits}g}")
+        with contextlib.suppress(OverflowError):
+            if struct.unpack(code, struct.pack(code, rounded))[0] == value:
+                return rounded
+    return value
+
+
 def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     lines = [line for line in enumerate(text_lines(path, "JSONL data"), start=1) if line[1].strip()]
     for number, line in [line for part in _parts(path, split, len(lines)) for line in lines[part]]:
@@ -106,10 +128,15 @@ def _json(path: Path, split: str) -> Iterator[tuple[str, Any]]:
 
 def _csv(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     """Read rows of text under the names in the first one; `datasets` would make numbers, days and nothing of it."""
+    csv.field_size_limit(MAX_TEXT_BYTES)
     try:
-        records = list(csv.DictReader(io.StringIO(read_words(path, "CSV data"), newline=""), strict=True))
+        reader = csv.DictReader(io.StringIO(read_words(path, "CSV data"), newline=""), strict=True)
+        records = list(reader)
     except csv.Error as error:
         raise FileError(f"data file {path} is not CSV: {error}") from error
+    names = list(reader.fieldnames or [])
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise FileError(f"data file {path}: its first line names more than one column {', '.join(map(repr, twice))}")
     if wide := [number for number, record in enumerate(records, start=1) if None in record]:
         raise FileError(f"data file {path}, record {wide[0]}: it has more cells than the first line names")
     yield from _numbered(path, split, records)

@@ -7,7 +7,6 @@ uninterrupted one, and none of a later step. JSON has no NaN or infinity: such v
 
 import contextlib
 import json
-import math
 import os
 import re
 import uuid
@@ -18,7 +17,7 @@ from typing import Any, Self
 from qarl_nemo.files import FileError, make_folder, os_reason, write_atomic
 from qarl_nemo.installation import pip_command
 from qarl_nemo.metrics.diagnostics import DIAGNOSTICS_DIR
-from qarl_nemo.metrics.recorded import StepRecord, read_lines
+from qarl_nemo.metrics.recorded import LARGEST, StepRecord, read_lines
 from qarl_nemo.metrics.tensorboard_file import TensorboardFile
 from qarl_nemo.metrics.validations import VALIDATION_DIR
 
@@ -66,8 +65,8 @@ class EventWriter:
 
         Args:
             step: training step, larger than the last one written.
-            metrics: flat keys such as `reward/mean`; numbers or one-element tensors. Non-finite values become null in
-                JSON and are left out of TensorBoard and W&B.
+            metrics: flat keys such as `reward/mean`; numbers or one-element tensors. Values that are not finite,
+                or beyond float32's range, become null in JSON and are left out of TensorBoard and W&B.
 
         Raises:
             FileError: the disk is full or failed.
@@ -75,7 +74,7 @@ class EventWriter:
         assert step > self._last_step, f"step {step} after step {self._last_step}"
         self._last_step = step
         numbers = {name: _as_number(value) for name, value in metrics.items()}
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        finite = {name: value for name, value in numbers.items() if abs(value) <= LARGEST}
         record = {"step": step} | {name: finite.get(name) for name in numbers}
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -156,7 +155,7 @@ def _drop_files_after(run_dir: Path, step: int) -> None:
 
 
 def _as_number(value: float) -> float | int:
-    return value if isinstance(value, int) else float(value)
+    return int(value) if isinstance(value, int) else float(value)
 
 
 def missing_wandb() -> str:

@@ -9,7 +9,7 @@ geometric mean exp(mean_t d_t), the quantity TBPO caps. Shapes: B sequences, T p
 import torch
 from torch import Tensor
 
-from qarl_nemo.losses.ratios import kl_k3
+from qarl_nemo.losses.ratios import MAX_LOG_RATIO, kl_k3
 
 _QUANTILES = {"p01": 0.01, "p50": 0.50, "p99": 0.99}
 
@@ -49,4 +49,4 @@ def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, token_m
 def _sequence_weights(log_weight: Tensor, mask: Tensor) -> Tensor:
     lengths = mask.sum(dim=-1)
     means = log_weight.masked_fill(~mask, 0.0).sum(dim=-1) / lengths
-    return means[lengths > 0].exp()
+    return means[lengths > 0].clamp(max=MAX_LOG_RATIO).exp()

@@ -215,7 +215,9 @@ def _starts(path: Path) -> list[Path]:
     # A run of the embedded engine's is one, whatever lies in its folder.
     if not path.is_dir() or (path / "metrics.jsonl").exists():
         return []
-    return [path] if is_start(path) else [folder for folder in sorted(path.glob("exp_*")) if is_start(folder)]
+    # exp_1000 comes after exp_999.
+    starts = sorted(path.glob("exp_*"), key=lambda folder: (len(folder.name), folder.name))
+    return [path] if is_start(path) else [folder for folder in starts if is_start(folder)]
 
 
 def _numbered(start: Path, name: re.Pattern[str]) -> dict[int, Path]:

@@ -12,7 +12,8 @@ _LINES = "one JSON object a line"
 # What a run ran on: hardware and versions, in NeMo-RL also its command.
 FACTS_FILE = "run.json"
 # Beyond float32's range matplotlib's axes overflow.
-_Number = Annotated[float, Field(ge=-1e39, le=1e39)]
+LARGEST = 1e39
+_Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -19,11 +19,14 @@ from qarl_nemo.checkpoints.partial import check_destination
 from qarl_nemo.checkpoints.quantize import check_apart
 from qarl_nemo.checkpoints.reader import INDEX_FILE
 from qarl_nemo.checkpoints.stored import Stored
+from qarl_nemo.files import exclusive
 from qarl_nemo.refit.engine_settings import serve_command
 from qarl_nemo.train.export import read_run
 
 # Between a destination's name and what makes a folder for it unique.
 _UNFINISHED = ".unfinished-"
+# What an overwrite replaces, until it is done.
+_REPLACED = "replaced"
 
 
 def export_packed(
@@ -63,16 +66,34 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
     check_destination(destination, overwrite)
     folder = destination.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
-    # What a kill left of an earlier export.
-    for left in folder.glob(f"{glob.escape(destination.name)}{_UNFINISHED}*"):
-        shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}{_UNFINISHED}") as work:
-        _sign(write_overlay(base, training.parameters, Path(work) / "copy", link=False), training)
-        if base.tokenizer is not None:
-            _replace_tokenizer(Path(work) / "copy", base.tokenizer)
+    with exclusive(folder / f".{destination.name}.lock", f"the export {destination}"):
+        # What a kill left of an earlier export.
+        for left in folder.glob(f"{glob.escape(destination.name)}{_UNFINISHED}*"):
+            _put_back(left, destination)
+            shutil.rmtree(left)
+        check_destination(destination, overwrite)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}{_UNFINISHED}") as work:
+            copy = Path(work) / "copy"
+            _sign(write_overlay(base, training.parameters, copy, link=False), training)
+            if base.tokenizer is not None:
+                _replace_tokenizer(copy, base.tokenizer)
+            _publish(copy, destination)
+
+
+def _publish(copy: Path, destination: Path) -> None:
+    try:
         if destination.exists():
-            os.replace(destination, Path(work) / "replaced")
-        os.replace(Path(work) / "copy", destination)
+            os.replace(destination, copy.with_name(_REPLACED))
+        os.replace(copy, destination)
+    except BaseException:
+        _put_back(copy.parent, destination)
+        raise
+
+
+def _put_back(work: Path, destination: Path) -> None:
+    """Undo the first of two renames if the second was not done."""
+    if os.path.lexists(work / _REPLACED) and not destination.exists():
+        os.replace(work / _REPLACED, destination)
 
 
 def _sign(copy: Checkpoint, training: Training) -> None:

@@ -1,5 +1,6 @@
 """A PEFT folder of adapters, a run's or another tool's, read and put onto a model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +60,19 @@ def read_adapter(folder: Path) -> SavedAdapter:
         require_file(folder / name, "a part of a PEFT adapter")
     config = read_json(folder / ADAPTER_CONFIG, "a PEFT adapter's config")
     problems = _config_problems(config)
-    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in _names(folder / ADAPTER_FILE)}
+    factors: dict[str, set[str]] = {}
+    for name in _names(folder / ADAPTER_FILE):
+        module, _, factor = name.removeprefix(PREFIX).rpartition(".lora_")
+        factors.setdefault(module, set()).add(factor)
+    modules = factors.keys()
+    half = [module for module, found in factors.items() if not found >= {"A.weight", "B.weight"}]
     kinds = {module: module_kind(module) for module in modules}
     strange = [module for module, kind in kinds.items() if kind not in TARGETS]
     if strange or not modules:
         what = summarize_names(strange, _SHOWN) or "nothing"
         problems.append(f"{ADAPTER_FILE} adapts {what}; legal: linears of {', '.join(TARGETS)}")
+    elif half:
+        problems.append(f"{ADAPTER_FILE} lacks lora_A or lora_B of {summarize_names(half, _SHOWN)}")
     if problems:
         raise FileError(f"{folder} holds no adapters that can be compared:\n  " + "\n  ".join(problems))
     targets = tuple(target for target in TARGETS if target in kinds.values())
@@ -107,7 +115,7 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         problems.append(f"r={rank!r} is no rank")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         problems.append(f"lora_alpha={alpha!r} is no positive number")
     return problems
 

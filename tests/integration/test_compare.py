@@ -119,13 +119,13 @@ def test_both_sides_add_a_saved_adapter_and_what_was_trained_beside_it(checkpoin
 def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoint, adapter, tmp_path):
     shutil.copytree(adapter, tmp_path / "copy")
     config = json.loads((adapter / "adapter_config.json").read_text())
-    changed = config | {"use_dora": True, "bias": "all", "r": 0, "init_lora_weights": "pissa"}
+    changed = config | {"use_dora": True, "bias": "all", "r": 0, "init_lora_weights": "pissa", "lora_alpha": 1e999}
     (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="use_dora=True") as raised:
         prepare(settings(checkpoint, adapter=tmp_path / "copy"))
     assert "init_lora_weights='pissa'; legal: True, False, gaussian" in str(raised.value)
     assert "bias='all'; legal: none" in str(raised.value)
-    assert "r=0 is no rank" in str(raised.value)
+    assert "r=0 is no rank\n  lora_alpha=inf is no positive number" in str(raised.value)
     with pytest.raises(ValueError, match="layers does not know adapters") as raised:
         prepare(settings(checkpoint, adapter=adapter, engine="vllm", layers=True, formats=("w4a16", "fp8_channel")))
     for text in (
@@ -139,15 +139,17 @@ def test_adapters_that_cannot_be_compared_are_refused_with_every_reason(checkpoi
         hint = rf"the adapters of {tmp_path} are in {run / 'model'}"
         with pytest.raises(ValueError, match=f"is no PEFT folder: it has no adapter_config.json; {hint}"):
             prepare(settings(checkpoint, adapter=folder))
-    save_file({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(8, 256)},
-              tmp_path / "copy" / "adapter_model.safetensors")  # fmt: skip
     (tmp_path / "copy" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"not of this model: .*layers\.7"):
-        prepare(settings(checkpoint, adapter=tmp_path / "copy"))
-    save_file({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(8, 256)},
-              tmp_path / "copy" / "adapter_model.safetensors")  # fmt: skip
-    with pytest.raises(ValueError, match=r"copy is not of this model: targets \['mlp'\] match no module"):
-        prepare(settings(checkpoint, adapter=tmp_path / "copy"))
+    for module, factors, problem in (
+        ("7.self_attn.q_proj", "AB", r"not of this model: .*layers\.7"),
+        ("0.mlp.up_proj", "AB", r"copy is not of this model: targets \['mlp'\] match no module"),
+        # The other factor is zero at the start, so that this would be the base.
+        ("0.self_attn.q_proj", "A", r"safetensors lacks lora_A or lora_B of model\.layers\.0\.self_attn\.q_proj"),
+    ):
+        names = [f"base_model.model.model.layers.{module}.lora_{factor}.weight" for factor in factors]
+        save_file({name: torch.zeros(8, 256) for name in names}, tmp_path / "copy" / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=problem):
+            prepare(settings(checkpoint, adapter=tmp_path / "copy"))
 
 
 def test_a_folder_without_tokenizer_or_tensors_is_refused_with_the_rest_before_anything_is_served(checkpoint, tmp_path):

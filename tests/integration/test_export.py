@@ -1,7 +1,9 @@
 """Merging a run into its base: the numbers that were executed, or a refusal that says what rounding would cost."""
 
+import itertools
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,7 @@ from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
 from qarl_nemo.checkpoints.reader import DTYPES, FLOAT_DTYPES
 from qarl_nemo.cli import app
+from qarl_nemo.files import exclusive
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.names import parameter_name
@@ -169,14 +172,38 @@ def trained_on_int8(tmp_path, change=lambda folder: None, **policy):
     return train(tmp_path / "run", policy=policy, qarl=qarl, grpo={"max_num_steps": 2})
 
 
-def test_a_packed_base_is_copied_with_what_was_trained(odd_rewards, tmp_path):
+def interrupted_at(call):
+    """Return an `os.replace` that Ctrl-C interrupts in this call."""
+    calls, replace = itertools.count(1), os.replace
+
+    def function(*paths):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    return function
+
+
+def test_a_packed_base_is_copied_with_what_was_trained(odd_rewards, tmp_path, monkeypatch):
     run = trained_on_int8(tmp_path)
-    # What a kill of an earlier export has left.
+    # What a kill of an earlier export has left, which had just taken the old one away.
     (tmp_path / "out.unfinished-x1" / "copy").mkdir(parents=True)
+    (tmp_path / "out.unfinished-x1" / "replaced").mkdir()
+    done = export(tmp_path / "run", tmp_path / "out", "--packed")
+    assert "exists and was not written by this tool" in str(done.exception) + done.output
+    (tmp_path / "out").rmdir()
     for options in ([], ["--overwrite"]):
         done = export(tmp_path / "run", tmp_path / "out", "--packed", *options)
         assert done.exit_code == 0, done.output
     assert done.output.split()[-4:] == ["serve", str(tmp_path / "out"), "--worker-extension-cls", WORKER_EXTENSION]
+    before = sorted((tmp_path / "out").iterdir())
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("os.replace", interrupted_at(2))
+        done = export(tmp_path / "run", tmp_path / "out", "--packed", "--overwrite")
+    assert (done.exit_code != 0, sorted((tmp_path / "out").iterdir())) == (True, before)
+    with exclusive(tmp_path / ".out.lock", "it"):
+        done = export(tmp_path / "run", tmp_path / "out", "--packed", "--overwrite")
+    assert f"the export {tmp_path / 'out'} is in use by process" in str(done.exception) + done.output
     (found,), (base,) = (list(map(load_file, (tmp_path / one).glob("*.safetensors"))) for one in ("out", "int8"))
     assert found.keys() == base.keys()
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, base[name])}

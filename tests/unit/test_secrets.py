@@ -83,6 +83,8 @@ def test_secrets_of_a_config_are_named_and_hidden_and_nothing_else():
         f"++policy.generation.vllm_cfg.env_vars.HF_TOKEN={VALUE} with, {VALUE}",
         f"policy.megatron_cfg.env_vars={{A: 1, {NAME}: {VALUE}}}",
         f"policy.megatron_cfg.env_vars={{'{NAME}': '{VALUE}'}}",
+        f"++policy.megatron_cfg={{enabled: true, env_vars: {{{NAME}: {VALUE}}}}}",
+        f"++policy={{megatron_cfg:{{env_vars:{{HF_TOKEN:{VALUE}}}}}}}",
     ],
 )
 def test_an_override_with_a_secret_shows_its_key_alone(word):

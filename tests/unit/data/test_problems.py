@@ -9,6 +9,7 @@ import pytest
 
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.problems import Task, read_tasks
+from qarl_nemo.data.records import read_records
 from support.files import write_jsonl
 
 SYSTEM = "Reason step by step."
@@ -248,6 +249,30 @@ def test_every_record_without_its_nested_fields_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"needs the fields .*`reward_model.ground_truth`") as raised:
         read_tasks(DatasetConfig(dataset_name="openr1_math", data_path=path))
     assert [number for number in range(5) if f"record {number}:" in str(raised.value)] == [2, 3]
+
+
+def test_numbers_of_narrow_columns_are_the_ones_that_were_stored(tmp_path):
+    path, numbers = str(tmp_path / "narrow.parquet"), ["250.35", "1234.56", "99.99", "36.6"]
+    kind = datasets.Features(
+        {
+            "problem": datasets.Value("string"),
+            "deep": {"answer": datasets.Value("float32")},
+            "odd": [datasets.Value("float32")],
+        }
+    )
+    records = [{"problem": "p", "deep": {"answer": float(number)}, "odd": [0.1]} for number in numbers]
+    datasets.Dataset.from_list(records, features=kind).to_parquet(path)
+    config = DatasetConfig(data_path=path, output_key="deep.answer")
+    assert [task.answer for task in read_tasks(config)] == numbers
+    assert next(iter(read_records(config)))[1]["odd"] == [0.1]
+
+
+def test_csv_has_cells_of_any_length_and_each_column_once(tmp_path):
+    (tmp_path / "a.csv").write_text(f"problem,answer\n{'x' * 200_000},1\n")
+    assert read_tasks(DatasetConfig(data_path=str(tmp_path / "a.csv"))) == [Task("x" * 200_000, "1")]
+    (tmp_path / "b.csv").write_text("problem,answer,answer\n1,2,3\n")
+    with pytest.raises(ValueError, match="its first line names more than one column 'answer'"):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / "b.csv")))
 
 
 def test_a_long_list_of_unusable_lines_is_counted(tmp_path):

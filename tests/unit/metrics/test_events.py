@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from qarl_nemo.files import FileError
 from qarl_nemo.metrics.diagnostics import DiagnosticsCollector, diagnostic_steps
 from qarl_nemo.metrics.events import METRICS_FILE, EventWriter, recorded_steps
-from qarl_nemo.metrics.recorded import read_lines
+from qarl_nemo.metrics.recorded import StepRecord, read_lines
 from qarl_nemo.metrics.validations import validation_files, write_validation
 
 
@@ -35,9 +35,11 @@ def test_each_step_is_one_flat_record_on_disk_at_once(tmp_path):
 
 def test_values_json_does_not_have_become_null(tmp_path):
     with EventWriter(tmp_path) as writer:
-        writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
+        writer.write(1, {"a": math.nan, "b": math.inf, "c": -1e40, "d": 1.0, "e": True})
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
+    expected = {"step": 1, "a": None, "b": None, "c": None, "d": 1.0, "e": 1}
+    assert json.loads(line, parse_constant=pytest.fail) == expected
+    assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == [expected]
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 7, "rew'], ids=["whole", "cut short"])

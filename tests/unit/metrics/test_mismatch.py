@@ -50,6 +50,11 @@ def test_nonfinite_tokens_are_counted_and_left_out_of_numerator_and_denominator(
     assert metrics["mismatch/weight_p99"] == pytest.approx(1 + 0.99 * (math.exp(0.25) - 1), rel=1e-6)
 
 
+def test_the_weight_of_a_response_far_from_its_engine_can_be_recorded():
+    one = torch.ones(1, 1)
+    assert mismatch_metrics(0 * one, -800 * one, one)["mismatch/weight_p50"] == pytest.approx(math.exp(20))
+
+
 def test_without_tokens_there_is_nothing_to_measure():
     metrics = mismatch_metrics(PREV, GENERATION, torch.zeros_like(MASK))
     assert metrics.pop("mismatch/nonfinite_tokens") == 0
