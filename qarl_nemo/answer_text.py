@@ -15,7 +15,10 @@ _BOX_SPACE = re.compile(r"(?<=\\boxed)\s+(?=\{)")
 # read a gap, a long one would take for ever.
 _BLANK = r"(?:[\s$,;~*]|\\[()\[\],;:! ]|\\q?quad(?![a-z]))*+"
 _AND = r"(?:and|or)|\\(?:text|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}"
-_BETWEEN = re.compile(rf"{_BLANK}(?:{_AND})?{_BLANK}")
+# What the next one is called, as in `$x=\boxed{3}$ and $y=\boxed{5}$`, where something joins them.
+_CALLED = r"(?P<label>[A-Za-z](?:_\{?\w+\}?)?\s*=\s*)?"
+_BETWEEN = re.compile(rf"{_BLANK}(?:{_AND})?{_BLANK}{_CALLED}")
+_JOINT = re.compile(rf"[,;]|{_AND}")
 # After a comma the parser takes either word for the end of the answer, as it does Markdown's stars.
 _COMMA_AND = re.compile(rf",\s*(?:{_AND})")
 # The parser takes a full stop before the last closing brace for a part of the answer.
@@ -30,8 +33,20 @@ _THOUSANDS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d{3}(?!\d))")
 _MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,9})(?:\s*\\[,;: ]\s*|[ ~]+)(\d{1,9})/(\d{1,9})(?![\w/^]|[.,]\d)")
 # A number as programs write it, which the parser knows with a capital E alone; `2e-1` may as well be 2 e - 1.
 _EXPONENT = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=e(?:\d|[+-]0)))e([+-]?\d+)(?![\w^])")
+# Of `1.1 \times 10^5` the parser makes a binary fraction, which is not 110000.
+_TIMES_TEN = re.compile(
+    r"(?<![\w.])(\d+\.\d+)\s*(?:\\times(?![a-z])|\\cdot(?![a-z])|\u00d7|\*)\s*10\s*\^\s*"
+    r"(?:\{\s*([+-]?\d+)\s*\}|(\d))(?![\w^!])"
+)
 # Outside of LaTeX the parser knows no exponents: up to so many digits they are written out.
 _MOST_DIGITS = 40
+# With a longer exponent the parser computes for days, and cannot be stopped.
+_LONG_EXPONENT = re.compile(r"(?<=\d)([eE][+-]?)0*[1-9]\d{4,}")
+# Invisible, and to the parser a factor.
+_PHANTOM = re.compile(r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)")
+_PERCENT = re.compile(r"\s*\\?%\s*\Z")
+# A number in another base, which the parser ignores.
+_IN_BASE = re.compile(r"\s*-?\d[\dA-F]*_\{?(\d+)\}?\s*")
 
 
 def response_text(response: str) -> str:
@@ -62,13 +77,39 @@ def amount_text(answer: str) -> str:
     return _without_stop(f"\\boxed{{{_MONEY.sub('', _numbers(answer))}}}")
 
 
+def without_percent(text: str) -> str | None:
+    r"""Return a text whose last box ends in a percent sign without that sign; None if it ends in none.
+
+    Args:
+        text: from `response_text` or `answer_text`.
+    """
+    boxes = _boxes(text)
+    if not boxes or not _PERCENT.search(text[: boxes[-1][1]]):
+        return None
+    _, end = boxes[-1]
+    return _PERCENT.sub("", text[:end]) + text[end:]
+
+
+def base_of(text: str) -> int | None:
+    """Return the base in which the last box of a text has its number; None if it names none.
+
+    Args:
+        text: from `response_text` or `answer_text`.
+    """
+    boxes = _boxes(text)
+    start, end = boxes[-1] if boxes else (0, 0)
+    found = _IN_BASE.fullmatch(text, start + len("\\boxed{"), end) if boxes else None
+    return int(found[1]) if found else None
+
+
 def _numbers(text: str) -> str:
-    text = _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", text))
+    text = _LONG_EXPONENT.sub(r"\g<1>9999", _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", text)))
+    text = _TIMES_TEN.sub(_written_out, _PHANTOM.sub("", text))
     return _EXPONENT.sub(_written_out, _MIXED.sub(_as_fraction, _THOUSANDS.sub("", text)))
 
 
 def _written_out(number: re.Match[str]) -> str:
-    digits, exponent = number.groups()
+    digits, exponent = filter(None, number.groups())
     if len(exponent) > 3 or abs(int(exponent)) > _MOST_DIGITS:
         return f"{digits}E{exponent}"
     return f"{Decimal(f'{digits}e{exponent}'):f}"
@@ -84,7 +125,8 @@ def _last_boxes_alone(text: str) -> str:
     boxes = _boxes(text)
     first = len(boxes) - 1
     for (_, end), (start, _) in reversed(list(pairwise(boxes))):
-        if not _BETWEEN.fullmatch(text, end + 1, start):
+        between = _BETWEEN.fullmatch(text, end + 1, start)
+        if not between or (between["label"] and not _JOINT.search(text, end + 1, start)):
             break
         first -= 1
     for (_, end), (start, _) in reversed(list(pairwise(boxes[max(first, 0) :]))):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from qarl_nemo.answer_text import amount_text, answer_text, response_text
+from qarl_nemo.answer_text import amount_text, answer_text, base_of, response_text, without_percent
 
 # It warns of each response that it gives up, after five seconds, with all of its text.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -104,24 +104,50 @@ def _answer_requests() -> None:
 # Responses are kept whole: 4,096 of 60,000 characters take a quarter of a GiB.
 @functools.lru_cache(maxsize=4096)
 def _verified(response: str, answer: str) -> float:
+    wanted, given = answer_text(answer), response_text(response)
+    bases = base_of(wanted), base_of(given)
+    if None not in bases and bases[0] != bases[1]:
+        return 0.0
+    if _is_same(given, wanted, amount_text(answer)):
+        return 1.0
+    # Of integers math-verify takes 12 for 12%, of other numbers not.
+    bare = without_percent(wanted), without_percent(given)
+    if (bare[0] is None) == (bare[1] is None):
+        return 0.0
+    return float(_is_same(bare[1] or given, bare[0] or wanted, None))
+
+
+def _is_same(given: str, wanted: str, amount: str | None) -> bool:
     from math_verify import parse, verify
 
-    gold = parse(answer_text(answer)) or parse(amount_text(answer))
-    found = parse(response_text(response))
-    return float(verify(gold, found) and not _is_small_and_apart(gold, found))
+    gold = parse(wanted) or (parse(amount) if amount else [])
+    found = parse(given)
+    return verify(gold, found) and not _is_small_and_apart(gold, found)
 
 
 def _is_small_and_apart(gold: list[Any], found: list[Any]) -> bool:
-    """Tell two small numbers apart: math-verify rounds to six decimals, and drops what is below 1e-15."""
-    wanted = _number(gold)
-    if wanted is None or not abs(wanted) < _SMALL:
+    """Tell small numbers apart: math-verify rounds to six decimals, and drops what is below 1e-15."""
+    wanted, given = _parts(gold[0]), _parts(found[0])
+    return len(wanted) == len(given) and any(map(_are_small_and_apart, wanted, given))
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the elements of a tuple or an interval in their order, those of a set by size, or the value alone."""
+    kind = type(value).__name__
+    if kind == "FiniteSet":
+        return sorted(value.args, key=lambda part: abs(_number(part) or 0))
+    return list(value.args) if kind in ("Tuple", "Interval") else [value]
+
+
+def _are_small_and_apart(wanted: Any, given: Any) -> bool:
+    wanted, given = _number(wanted), _number(given)
+    if wanted is None or given is None or not abs(wanted) < _SMALL:
         return False
-    given = _number(found)
-    return given is not None and abs(given - wanted) > (_SAME * abs(wanted) or _ZERO)
+    return abs(given - wanted) > (_SAME * abs(wanted) or _ZERO)
 
 
-def _number(candidates: list[Any]) -> complex | None:
-    value = getattr(candidates[0], "rhs", candidates[0])
+def _number(value: Any) -> complex | None:
+    value = getattr(value, "rhs", value)
     # Sympy recurses without end where a matrix is a factor.
     if not getattr(value, "is_number", False):
         return None

@@ -70,6 +70,20 @@ from qarl_nemo.verify import reward, rewards
         (r"\boxed{12{,}500}", r"12\,500"),
         (r"\boxed{(1, \,200)}", "(1, 200)"),
         (r"$\boxed{\begin{pmatrix} 1 \\ 200 \end{pmatrix}}$", r"\begin{pmatrix} 1 \\ 200 \end{pmatrix}"),
+        (r"$\boxed{1.1 \times 10^{5}}$", "110000"),
+        (r"\boxed{6.02\times 10^{23}}", "6.02e23"),
+        (r"\boxed{1.1 \cdot 10^{-5}}", "0.000011"),
+        (r"The roots are $x_1 = \boxed{2}$ and $x_2 = \boxed{-1}$.", "-1,2"),
+        (r"$x=\boxed{3}$, $y=\boxed{5}$", "(3,5)"),
+        (r"First $x=\boxed{3}$. Then $y=\boxed{5}$", "5"),
+        (r"$\boxed{12.5\%}$", "12.5"),
+        (r"$\boxed{33\frac{1}{3}}$", r"33\frac{1}{3}\%"),
+        (r"$\boxed{46_{8}}$", "46_8"),
+        (r"$\boxed{46}$", "46_8"),
+        (
+            r"$\boxed{\begin{pmatrix} 1 & 2 \\ 1 & 1 \end{pmatrix}}$",
+            r"\begin{pmatrix} 1 & 2 \\ 1 & \phantom -1 \end{pmatrix}",
+        ),
     ],
 )
 def test_right_answers(response, answer):
@@ -106,6 +120,13 @@ def test_right_answers(response, answer):
         (r"\boxed{0.2}", "2e-1"),
         ("The answer is 2.5e3.", "2.5"),
         (r"\boxed{1.6e-07}", "1.5e-07"),
+        (r"$\boxed{1.1 \times 10^5}$", "110001"),
+        (r"The roots are $x_1 = \boxed{2}$ and $x_2 = \boxed{-1}$.", "-1"),
+        (r"$\boxed{12.5\%}$", "12.6"),
+        (r"$\boxed{46_8}$", "46_9"),
+        (r"$\boxed{-1}$", r"\begin{pmatrix} 1 & -1 \\ 1 & \phantom -1 \end{pmatrix}"),
+        (r"$\boxed{(0.0000002, 1)}$", "(0.0000003, 1)"),
+        (r"$\boxed{1, 0.0000002}$", "0.0000003, 1"),
     ],
 )
 def test_wrong_answers(response, answer):
@@ -185,6 +206,13 @@ def test_small_numbers_are_compared_by_their_own_digits():
     assert reward(r"It is $\boxed{0.333333}$.", r"\frac{1}{3}") == 1.0
     assert reward(r"It is $\boxed{-0.0000004}$.", "0.0") == 0.0
     assert reward(r"It is $\boxed{\sqrt{2}\sqrt{2} - 2}$.", "0.0") == 1.0
+
+
+@pytest.mark.parametrize("number", ["1.5e999999", "1.5E9999999", "1e99999999", "1.5E9999999x", "2E-99999999"])
+def test_no_exponent_takes_for_ever(number):
+    """The parser computes such a number in one go, which its limit of time does not interrupt."""
+    assert reward(rf"\boxed{{{number}}}", "5") == 0.0
+    assert reward(r"\boxed{5}", number) == 0.0
 
 
 def test_a_long_gap_between_boxes_is_read_once():
