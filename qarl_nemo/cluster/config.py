@@ -207,10 +207,10 @@ class ClusterConfig(StrictModel):
     @field_validator("env", mode="before")
     @classmethod
     def environment_is_text(cls, value: object) -> object:
-        """Turn YAML's numbers into text, the only thing an environment holds."""
+        """Turn whole numbers into text, the only thing an environment holds; others may have been written otherwise."""
         if not isinstance(value, dict):
             return value
-        numbers = {key for key, item in value.items() if isinstance(item, int | float) and not isinstance(item, bool)}
+        numbers = {key for key, item in value.items() if isinstance(item, int) and not isinstance(item, bool)}
         return {key: str(item) if key in numbers else item for key, item in value.items()}
 
     @field_validator("env")

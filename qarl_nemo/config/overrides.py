@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from qarl_nemo.config.kinds import without_meaningless
 from qarl_nemo.config.models import annotations
 from qarl_nemo.config.problems import ConfigError
-from qarl_nemo.config.yaml_file import check_yaml, merge_mappings
+from qarl_nemo.config.yaml_file import check_yaml, merge_mappings, quote_numbers
 
 # `compare.arms={...}` replaces all arms, as in a file; an assignment that goes deeper means one of them.
 _INTO_AN_ARM = "compare.arms."
@@ -97,10 +97,11 @@ def _assignment(text: str, model: type[BaseModel], arms: list[str]) -> dict[str,
     if _is_text(value, annotations(keys, [model])):
         return _nested(keys, value)
     check_yaml(value)
+    value = quote_numbers(value, model, keys)
     if keys != key.split("."):
         only: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
         return _nested(keys, only["value"])
-    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
+    values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}"]))
     return values
 
 

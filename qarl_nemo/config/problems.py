@@ -148,8 +148,9 @@ def _named(given: Any) -> str:
 def _not_text(given: Any) -> str:
     if given is None or isinstance(given, list | dict):
         return f"expected text, not {_named(given)}"
-    word = str(given).lower() if isinstance(given, bool) else str(given)[:_MAX_CHARS]
-    return f"expected text, not {word}; in quotes it is text: '{word}'"
+    # YAML has read it, and 3.10 or yes was written otherwise.
+    kind = "true or false" if isinstance(given, bool) else "a number"
+    return f"expected text, not {kind}; put it in quotes, as you wrote it"
 
 
 def _examples(place: Sequence[Any], root: type[BaseModel]) -> str:

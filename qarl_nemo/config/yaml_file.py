@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from qarl_nemo.config.kinds import without_meaningless
+from qarl_nemo.config.models import annotations
 from qarl_nemo.config.problems import ConfigError
 from qarl_nemo.files import FileError, read_text, write_atomic
 from qarl_nemo.installation import shipped_config, shipped_configs
@@ -30,6 +31,8 @@ _REFERENCE = re.compile(r"(\\*)\$\{")
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
 # To YAML 1.1 the first is octal, or text where it has an 8 or a 9, and the second counts in sixties.
 _NOT_DECIMAL = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+)")
+# Whatever any of YAML's versions reads as a number; also dates and such, which are text in quotes or without.
+_NUMBER = re.compile(r"[-+]?\.?[0-9][\w.+-]*")
 # What PyYAML calls the text that it parses.
 _UNNAMED = 'in "<unicode string>", '
 
@@ -170,6 +173,33 @@ def check_yaml(text: str) -> None:
             )
 
 
+def quote_numbers(text: str, model: type[BaseModel], above: Sequence[str] = ()) -> str:
+    """Return YAML with numbers in quotes in blocks of free names that hold text, where 3.10 would be read as 3.1.
+
+    Args:
+        text: YAML that `check_yaml` lets pass.
+        model: the pydantic model of the whole config.
+        above: the keys of the text's place in it.
+    """
+    text = text.removeprefix("\ufeff")  # libyaml does not count it
+    found = {node.end_mark.index: node.value for node in _numbers(yaml.compose(text, _Loader), [*above], [model])}
+    for end, number in sorted(found.items(), reverse=True):
+        text = f"{text[: end - len(number)]}'{number}'{text[end:]}"
+    return text
+
+
+def _numbers(node: Any, keys: list[str], models: list[type[BaseModel]]) -> Iterator[yaml.ScalarNode]:
+    kinds = annotations(keys, models)
+    # The model ends what an alias to a block around it would repeat.
+    if not isinstance(node, yaml.MappingNode) or (keys and not kinds):
+        return
+    for key, value in node.value:
+        if dict[str, str] not in kinds:
+            yield from _numbers(value, [*keys, str(key.value)], models)
+        elif isinstance(value, yaml.ScalarNode) and not value.style and _NUMBER.fullmatch(value.value):
+            yield value
+
+
 def _read(
     path: Path, above: tuple[Path, ...], known: dict[Path, dict[str, Any]], models: list[type[BaseModel]]
 ) -> dict[str, Any]:
@@ -180,7 +210,7 @@ def _read(
             raise ConfigError(
                 f"{path}, named in defaults of {above[-1]}: a config builds on at most {_MAX_FILES} files"
             )
-        own = _load(path, above)
+        own = _load(path, above, models)
         merged: dict[str, Any] = {}
         for parent in _parents(own, path):
             below = _read(parent, (*above, path), known, models)
@@ -195,7 +225,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any], models: list[type[BaseM
     return merge_mappings(without_meaningless(below, above, models, anew=True), above)
 
 
-def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
+def _load(path: Path, above: tuple[Path, ...], models: list[type[BaseModel]]) -> DictConfig:
     named = f", named in defaults of {above[-1]}" if above else ""
     if not os.path.lexists(path):
         raise ConfigError(f"no config file {path}{named}{_found_elsewhere(path) if above else ''}")
@@ -207,6 +237,8 @@ def _load(path: Path, above: tuple[Path, ...]) -> DictConfig:
         raise ConfigError(f"{path} has {len(text)} characters; a config has at most {_MAX_CHARS}")
     try:
         check_yaml(text)
+        for model in models:
+            text = quote_numbers(text, model)
         own = OmegaConf.load(io.StringIO(text))
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error

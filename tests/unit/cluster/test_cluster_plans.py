@@ -11,7 +11,7 @@ import yaml
 from qarl_nemo.cluster.cli import main, plan
 from qarl_nemo.cluster.config import ClusterConfig
 from qarl_nemo.cluster.plan import Plan, Step, node_line
-from qarl_nemo.config import ConfigError, validate
+from qarl_nemo.config import ConfigError, load_config, validate
 from support.clusters import EXAMPLES, ROOT, example, one_machine
 from support.linters import shellcheck
 
@@ -323,7 +323,18 @@ def test_a_node_that_ends_early_is_reported_with_its_last_words(capfd):
     assert "worker b ended with exit code 9:\n    no Ray here" in capfd.readouterr().err
 
 
-def test_env_may_hold_yamls_numbers(tmp_path):
-    assert one_machine(tmp_path, env={"A": 1, "B": 9.0, "C": "x"}).env == {"A": "1", "B": "9.0", "C": "x"}
-    with pytest.raises(ConfigError, match=r"env\.A"):
-        one_machine(tmp_path, env={"A": True})
+@pytest.mark.parametrize("written", ["3", "3.10", "0x1F", "1_000", "-.5", "1e-5", "1E22", "'08'", "&a 3.10"])
+def test_env_holds_numbers_as_they_are_written(tmp_path, written):
+    file, base = tmp_path / "a.yaml", ROOT / "docker" / "clusters" / "slurm.yaml"
+    file.write_text(f"\ufeffdefaults: {base}\nsetup: 'é'\nenv:\n  A: {written} # one\n  B: x\n")
+    text = written.strip("'").removeprefix("&a ")
+    env = load_config(file, [f"env={{C: {written}, D: x}}", f"env.E={text}"], ClusterConfig).env
+    assert {name: env[name] for name in "ABCDE"} == dict.fromkeys("ACE", text) | dict.fromkeys("BD", "x")
+
+
+def test_numbers_that_may_have_been_written_otherwise_are_not_taken_for_text(tmp_path):
+    assert one_machine(tmp_path, env={"A": 1, "C": "x"}).env == {"A": "1", "C": "x"}
+    for key, changes in (("env.A", {"env": {"A": True}}), ("env.A", {"env": {"A": 3.1}}), ("python", {"python": 3.1})):
+        with pytest.raises(ConfigError, match=f"{key}: expected text, not .*; put it in quotes, as you") as refused:
+            one_machine(tmp_path, **changes)
+        assert "3.1" not in str(refused.value)
