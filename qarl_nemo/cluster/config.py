@@ -252,6 +252,7 @@ class ClusterConfig(StrictModel):
         launcher, image = self.launcher, self.container
         texts = {"command": self.command, "setup": self.setup, "python": self.python}
         texts["container.args"] = " ".join(image.args if image else ())
+        texts["ray.start_args"] = " ".join(self.ray.start_args)
         if isinstance(launcher, HostsLauncher):
             texts["launcher.connect"] = " ".join(launcher.connect)
         if isinstance(launcher, SlurmLauncher):

@@ -28,6 +28,7 @@ NAME = "WANDB_API_KEY"
         ("kubernetes", f'command="python run.py policy.megatron_cfg.env_vars={{{NAME}: {VALUE}}}"'),
         ("slurm", f"launcher.sbatch_args=['--export=ALL,{NAME}={VALUE}']"),
         ("hosts_container", f"container.args=['--env={NAME}={VALUE}']"),
+        ("hosts", f"ray.start_args=['--labels={NAME}={VALUE}']"),
     ],
 )
 def test_a_secret_in_plain_text_is_refused_without_showing_it(base, override, capsys):
