@@ -83,6 +83,7 @@ class HostsLauncher(StrictModel):
 
     type: Literal["hosts"]
     hosts: tuple[str, ...] = Field(min_length=1)
+    """As `connect` takes them, `user@host` too."""
     addresses: dict[str, str] = Field({})
     """A host's address in the cluster's network, where its name does not resolve to it."""
     connect: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "{host}")

@@ -13,7 +13,7 @@ def hosts_plan(config: ClusterConfig, launcher: HostsLauncher) -> Plan:
         Steps that run at the same time, the head's first.
     """
     head = launcher.hosts[0]
-    head_address = launcher.addresses.get(head, head)
+    head_address = launcher.addresses.get(head, head.rpartition("@")[2])
     steps = []
     for host in launcher.hosts:
         role = "head" if host == head else "worker"

@@ -71,6 +71,14 @@ def test_hosts_get_one_node_each_and_the_first_is_the_head():
     assert "node worker" in steps[1].command[-1]
 
 
+def test_the_user_of_a_connection_is_no_part_of_the_heads_address():
+    steps = plan(example("hosts", "launcher.hosts=[alice@gpu-0, alice@gpu-1]")).steps
+    assert [step.command[-2] for step in steps] == ["alice@gpu-0", "alice@gpu-1"]
+    for step in steps:
+        words = shlex.split(step.command[-1])
+        assert words[words.index("--head-address") + 1] == "gpu-0"
+
+
 def test_a_node_reads_the_config_its_launcher_wrote():
     config = example("hosts")
     (text,) = {step.stdin for step in plan(config).steps}
