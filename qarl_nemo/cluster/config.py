@@ -27,6 +27,11 @@ class ClusterError(RuntimeError):
     exit_code = EXIT_UNHEALTHY
 
 
+def _one_form(path: str) -> PurePosixPath:
+    # Python leaves two slashes at the begin, for systems to which they mean something.
+    return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
+
+
 class HealthConfig(StrictModel):
     """Checks that must pass before the job starts."""
 
@@ -242,7 +247,7 @@ class ClusterConfig(StrictModel):
             problems += [
                 f"{key}={path} does not lie under launcher.mount_path={launcher.mount_path}, so pods do not share it"
                 for key, path in paths.items()
-                if not PurePosixPath(normpath(path)).is_relative_to(normpath(launcher.mount_path))
+                if not _one_form(path).is_relative_to(_one_form(launcher.mount_path))
             ]
         problems += self._secret_problems()
         if problems:

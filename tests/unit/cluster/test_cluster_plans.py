@@ -199,6 +199,11 @@ def test_pods_get_the_values_of_variables_as_they_are_written():
     assert not [value for value in given.values() if "$(" in value.replace("$$", "")]
 
 
+@pytest.mark.parametrize("given", [["log_dir=//shared/logs"], ["launcher.mount_path=//shared/", "log_dir=/shared"]])
+def test_two_slashes_begin_a_path_as_one_does(given):
+    plan(example("kubernetes", *given))
+
+
 def test_pods_run_as_a_user_share_the_claim_and_hold_all_gpus():
     text = plan(example("kubernetes", "nodes=3")).steps[1].stdin
     config_map, job = yaml.safe_load_all(text)
