@@ -8,7 +8,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+# Bytes that tell one log from another: a few of its lines, with their times.
+_END = 1024
 
 
 def look(request: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def use_shared_path(folder: Path, token: str, node_id: str) -> list[str]:
 
 
 def copy_logs(source: str, target: str) -> int:
-    """Bring a copy of a log folder up to date: what has grown is appended, what has shrunk is copied anew.
+    """Bring a copy of a log folder up to date: what has grown is appended, another is copied anew.
 
     Args:
         source: a folder; only plain files are read. One that is rotated away meanwhile is left as it was copied last.
@@ -122,16 +125,27 @@ def copy_logs(source: str, target: str) -> int:
             new = path.open("rb")
         except FileNotFoundError:
             continue
-        with new:
-            had = copy.stat().st_size if copy.exists() else 0
-            if os.fstat(new.fileno()).st_size < had:
-                had = 0
-            with copy.open("r+b" if had else "wb") as old:
-                new.seek(had)
-                old.seek(had)
-                shutil.copyfileobj(new, old)
-                written += old.tell() - had
+        copy.touch()
+        with new, copy.open("r+b") as old:
+            had = old.seek(0, os.SEEK_END)
+            if not _continues(new, old, had):
+                had = old.truncate(0)
+            new.seek(had)
+            old.seek(had)
+            shutil.copyfileobj(new, old)
+            written += old.tell() - had
     return written
+
+
+def _continues(new: BinaryIO, old: BinaryIO, had: int) -> bool:
+    """Tell by both ends of a copy whether a log begins with it; a rotation gives its name to another, maybe longer."""
+    for place in (0, max(0, had - _END)):
+        old.seek(place)
+        new.seek(place)
+        end = old.read(_END)
+        if new.read(len(end)) != end:
+            return False
+    return True
 
 
 def copy_ray_logs(target: str) -> int:

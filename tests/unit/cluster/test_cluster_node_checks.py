@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,26 @@ def test_logs_are_appended_and_a_log_that_shrank_is_copied_anew(tmp_path):
     assert on_node.copy_logs(str(source), str(target)) == 4
     assert (target / "raylet.out").read_text() == "new\n"
     assert not (target / "link").exists()
+
+
+@pytest.mark.parametrize("named", ["raylet.out.{}", "raylet.{}.out"])
+@pytest.mark.parametrize("same", ["begin", "end"])
+def test_logs_keep_every_line_over_rotations(tmp_path, named, same):
+    source, target = tmp_path / "logs", tmp_path / "copy"
+    names = ["raylet.out", *(named.format(number) for number in (1, 2, 3))]
+    source.mkdir()
+    for number in range(4):
+        for newer, older in reversed(list(pairwise(names))):
+            if (source / newer).exists():
+                (source / newer).rename(source / older)
+        own, line = f"chunk {number}\n" * 10, "the same line\n" * 300
+        # Each is larger than the last, so that its size does not tell.
+        (source / "raylet.out").write_text((line + own if same == "begin" else own + line) + "more\n" * number)
+        on_node.copy_logs(str(source), str(target))
+        assert {file.name: file.read_text() for file in target.iterdir()} == {
+            file.name: file.read_text() for file in source.iterdir()
+        }
+    assert on_node.copy_logs(str(source), str(target)) == 0
 
 
 def test_a_log_that_is_rotated_away_while_others_are_copied_leaves_its_copy(tmp_path, monkeypatch):
