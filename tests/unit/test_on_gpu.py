@@ -230,6 +230,40 @@ def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     assert "no room for a" in problems
 
 
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1, 3]), ("1", [1]), (" 3, 0", [0, 3]), ("GPU-b1,3", [1, 3]), ("2", []), ("-1", []), ("", [])],
+)
+def test_jobs_take_gpus_that_the_caller_sees_and_whose_memory_is_known(on_gpu, monkeypatch, tmp_path, visible, indices):
+    _, run, _ = on_gpu
+    rows = ["0, GPU-a0-7, 81920", "1, GPU-b1-7, 40960", "2, GPU-c2-7, [N/A]", "3, GPU-d3-7, 81920"]
+    nvidia_smi(tmp_path, monkeypatch, *rows)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    gpus = run.find_gpus()
+    assert [gpu.index for gpu in gpus] == indices
+    assert [gpu.memory_gib for gpu in gpus if gpu.index == 1] == [40.0] * (1 in indices)
+    if not gpus:
+        (problem,) = run._problems([], gpus, 1.0)
+        assert f"CUDA_VISIBLE_DEVICES={visible!r}" in problem
+
+
+def test_a_host_whose_driver_finds_no_gpu_is_refused(on_gpu, monkeypatch, tmp_path):
+    _, run, _ = on_gpu
+    nvidia_smi(tmp_path, monkeypatch, "No devices were found")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert run._problems([], run.find_gpus(), 1.0) == ["nvidia-smi lists no GPU with its memory on this host"]
+
+
+def nvidia_smi(folder, monkeypatch, *lines):
+    """Put a program before the driver's that lists these."""
+    program = folder / "nvidia-smi"
+    program.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines), ""]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_every_command_of_a_list_names_files_that_exist(name, on_gpu):
     jobs, _, _ = on_gpu

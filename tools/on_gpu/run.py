@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from qarl_nemo.nemo_rl.layout_memory import first_host_gib
 from qarl_nemo.train.gpu_pool import SHARE
 
 _ROOT = Path(__file__).parents[2]
+_ROW = re.compile(r"(\d+), (\S+), ([\d.]+)\s*")
 _SUPERVISE = Path(__file__).with_name("supervise.py")
 
 
@@ -142,13 +144,28 @@ def _stop(jobs: list[_Running]) -> None:
 
 
 def find_gpus() -> list[Gpu]:
-    """Return this host's GPUs as its driver lists them; none without one."""
-    command = ["nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as the driver lists them; only those with their memory."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
-    return [Gpu(int(index), float(mib) / 1024) for index, mib in (line.split(",") for line in lines)]
+    rows = [row.groups() for row in map(_ROW.fullmatch, lines) if row]
+    return [Gpu(int(index), float(mib) / 1024) for index, uuid, mib in rows if _is_visible(index, uuid)]
+
+
+def _is_visible(index: str, uuid: str) -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [index] if visible is None else [name.strip() for name in visible.split(",")]
+    # CUDA takes the begin of a UUID for all of it.
+    return any(name == index or (name.startswith("GPU-") and uuid.startswith(name)) for name in names)
+
+
+def _unlisted() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return ""
+    return f" that CUDA_VISIBLE_DEVICES={visible!r} names: set it to indices or UUIDs that `nvidia-smi -L` lists"
 
 
 def find_host_gib() -> float:
@@ -158,7 +175,7 @@ def find_host_gib() -> float:
 
 def _problems(jobs: list[Job], gpus: list[Gpu], host_gib: float) -> list[str]:
     if not gpus:
-        return ["nvidia-smi lists no GPU on this host"]
+        return [f"nvidia-smi lists no GPU with its memory on this host{_unlisted()}"]
     found, room = [], min(gpu.memory_gib for gpu in gpus)
     if unset := unset_variables(jobs):
         found.append(f"commands read {', '.join(unset)}: set them in the environment, or --select others")
