@@ -230,6 +230,14 @@ def test_wrong_lists_are_refused_with_every_reason(on_gpu, tmp_path):
     assert "no room for a" in problems
 
 
+def test_variables_that_bash_or_a_command_provides_are_none_that_lack(on_gpu):
+    jobs, *_ = on_gpu
+    run = """for QARL_N in 1 2; do echo $QARL_N ${QARL_OR:-none}${QARL_OR-} $RANDOM $UID ${QARL_A:=$QARL_B}; done
+    (QARL_C=1; echo $QARL_C ${PIPESTATUS[0]}); true;QARL_D=1; echo $QARL_D-1 $QARL_E-1 ${QARL_F:?why} ${QARL_G:1}"""
+    job = jobs.Job(name="a", why="w", run=run, memory_gib=1, seconds=1)
+    assert jobs.unset_variables([job]) == ["QARL_B", "QARL_E", "QARL_F", "QARL_G"]
+
+
 @pytest.mark.parametrize(
     ("visible", "indices"),
     [(None, [0, 1, 3]), ("1", [1]), (" 3, 0", [0, 3]), ("GPU-b1,3", [1, 3]), ("2", []), ("-1", []), ("", [])],

@@ -1,8 +1,8 @@
 """A list of jobs for GPUs: what each runs and needs; read from YAML, everything wrong with it named at once."""
 
 import itertools
-import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,9 @@ from qarl_nemo.train.gpu_pool import SHARE
 
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]*)")
-_ASSIGNED = re.compile(r"(?:^|\s)([A-Z][A-Z0-9_]*)=")
+# Those that need not be set: ${X:-default} and the like.
+_DEFAULTED = re.compile(r"\$\{[A-Z][A-Z0-9_]*:?[-=+]")
+_ASSIGNED = re.compile(r"(?:^|[\s;(])(?:for\s+)?([A-Z][A-Z0-9_]*)(?==|\s+in\s)")
 
 
 class Job(StrictModel):
@@ -95,5 +97,9 @@ def read_jobs(path: Path, select: str = "") -> list[Job]:
 
 def unset_variables(jobs: list[Job]) -> list[str]:
     """Return the variables that commands read, do not set, and the environment lacks."""
-    read = {name for job in jobs for name in set(_VARIABLE.findall(job.run)) - set(_ASSIGNED.findall(job.run))}
-    return sorted(read - set(os.environ) - {"CUDA_VISIBLE_DEVICES", SHARE})
+    read: set[str] = set()
+    for job in jobs:
+        read.update(set(_VARIABLE.findall(_DEFAULTED.sub("", job.run))) - set(_ASSIGNED.findall(job.run)))
+    # What a command finds set: the environment and bash's own, some of them after its first word.
+    found = subprocess.run(["bash", "-c", "true; compgen -v"], capture_output=True, text=True, check=True).stdout
+    return sorted(read - set(found.split()) - {"CUDA_VISIBLE_DEVICES", SHARE})
