@@ -35,7 +35,7 @@ _MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,9})(?:\s*\\[,;: ]\s*|[ ~]+)(\d{1,9})/(
 _EXPONENT = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=e(?:\d|[+-]0)))e([+-]?\d+)(?![\w^])")
 # Of `1.1 \times 10^5` the parser makes a binary fraction, which is not 110000.
 _TIMES_TEN = re.compile(
-    r"(?<![\w.])(\d+\.\d+)\s*(?:\\times(?![a-z])|\\cdot(?![a-z])|\u00d7|\*)\s*10\s*\^\s*"
+    r"(?<![\w./^])(\d+\.\d+)\s*(?:\\times(?![a-z])|\\cdot(?![a-z])|\u00d7|\*)\s*10\s*\^\s*"
     r"(?:\{\s*([+-]?\d+)\s*\}|(\d))(?![\w^!])"
 )
 # Outside of LaTeX the parser knows no exponents: up to so many digits they are written out.
@@ -43,7 +43,7 @@ _MOST_DIGITS = 40
 # With a longer exponent the parser computes for days, and cannot be stopped.
 _LONG_EXPONENT = re.compile(r"(?<=\d)([eE][+-]?)0*[1-9]\d{4,}")
 # Invisible, and to the parser a factor.
-_PHANTOM = re.compile(r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)")
+_PHANTOM = re.compile(r"\\[hv]?phantom\s*+(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\[A-Za-z]+|[^{}\\\s])")
 _PERCENT = re.compile(r"\s*\\?%\s*\Z")
 # A number in another base, which the parser ignores.
 _IN_BASE = re.compile(r"\s*-?\d[\dA-F]*_\{?(\d+)\}?\s*")
@@ -90,7 +90,7 @@ def without_percent(text: str) -> str | None:
     return _PERCENT.sub("", text[:end]) + text[end:]
 
 
-def base_of(text: str) -> int | None:
+def base_of(text: str) -> str | None:
     """Return the base in which the last box of a text has its number; None if it names none.
 
     Args:
@@ -99,19 +99,19 @@ def base_of(text: str) -> int | None:
     boxes = _boxes(text)
     start, end = boxes[-1] if boxes else (0, 0)
     found = _IN_BASE.fullmatch(text, start + len("\\boxed{"), end) if boxes else None
-    return int(found[1]) if found else None
+    return found[1].lstrip("0") if found else None
 
 
 def _numbers(text: str) -> str:
-    text = _LONG_EXPONENT.sub(r"\g<1>9999", _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", text)))
-    text = _TIMES_TEN.sub(_written_out, _PHANTOM.sub("", text))
+    text = _ROW_SPACE.sub(" ", _LONG_SPACE.sub(r"\1", _PHANTOM.sub("", text)))
+    text = _TIMES_TEN.sub(_written_out, _LONG_EXPONENT.sub(r"\g<1>9999", text))
     return _EXPONENT.sub(_written_out, _MIXED.sub(_as_fraction, _THOUSANDS.sub("", text)))
 
 
 def _written_out(number: re.Match[str]) -> str:
     digits, exponent = filter(None, number.groups())
     if len(exponent) > 3 or abs(int(exponent)) > _MOST_DIGITS:
-        return f"{digits}E{exponent}"
+        return _LONG_EXPONENT.sub(r"\g<1>9999", f"{digits}E{exponent}")
     return f"{Decimal(f'{digits}e{exponent}'):f}"
 
 

@@ -104,24 +104,27 @@ def _answer_requests() -> None:
 # Responses are kept whole: 4,096 of 60,000 characters take a quarter of a GiB.
 @functools.lru_cache(maxsize=4096)
 def _verified(response: str, answer: str) -> float:
+    from math_verify import parse
+
     wanted, given = answer_text(answer), response_text(response)
     bases = base_of(wanted), base_of(given)
     if None not in bases and bases[0] != bases[1]:
         return 0.0
-    if _is_same(given, wanted, amount_text(answer)):
+    gold = parse(wanted) or parse(amount_text(answer))
+    if _is_same(gold, parse(given)):
         return 1.0
     # Of integers math-verify takes 12 for 12%, of other numbers not.
-    bare = without_percent(wanted), without_percent(given)
-    if (bare[0] is None) == (bare[1] is None):
-        return 0.0
-    return float(_is_same(bare[1] or given, bare[0] or wanted, None))
+    bare_wanted, bare_given = without_percent(wanted), without_percent(given)
+    if bare_wanted and not bare_given:
+        return float(_is_same(parse(bare_wanted), parse(given)))
+    number = _number(gold[0]) if gold and bare_given and not bare_wanted else None
+    # 0.5% is not the 0.5 that 50% is.
+    return float(number is not None and abs(number) >= 1 and _is_same(gold, parse(str(bare_given))))
 
 
-def _is_same(given: str, wanted: str, amount: str | None) -> bool:
-    from math_verify import parse, verify
+def _is_same(gold: list[Any], found: list[Any]) -> bool:
+    from math_verify import verify
 
-    gold = parse(wanted) or (parse(amount) if amount else [])
-    found = parse(given)
     return verify(gold, found) and not _is_small_and_apart(gold, found)
 
 

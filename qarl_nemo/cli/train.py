@@ -1,6 +1,7 @@
 """`qarl train`."""
 
 import contextlib
+from collections.abc import Collection
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ def _require_options(context: typer.Context, given: list[str]) -> None:
 def _compare(
     settings: "LocalConfig", source: Path, arms: list[str], overrides: list[str], parallel: int, *, check: bool
 ) -> None:
-    from qarl_nemo.files import exclusive, make_folder
+    from qarl_nemo.files import make_folder
     from qarl_nemo.train.arms import (
         RunsFailedError,
         expand_arms,
@@ -101,16 +102,24 @@ def _compare(
     _require_gpu(runs)
     make_folder(settings.run_dir, "the folder of a comparison")
     try:
-        ran, failure = run_arms(runs, parallel), None
-    except RunsFailedError as error:
-        ran, failure = [], error
+        ran = run_arms(runs, parallel)
+    except RunsFailedError:
+        # What failed is told in any case, and the report of the others where it can be.
+        with contextlib.suppress(ValueError, OSError):
+            _report_all(settings, source, [])
+        raise
+    _report_all(settings, source, ran)
+
+
+def _report_all(settings: "LocalConfig", source: Path, ran: Collection[Path]) -> None:
+    from qarl_nemo.files import exclusive
+    from qarl_nemo.train.arms import expand_trained
+
     # Another command may have trained other runs meanwhile, and may write the report of all of them right now.
     with exclusive(settings.run_dir / ".lock", f"the comparison's folder {settings.run_dir}", wait=True):
         every = expand_trained(settings, str(source))
         if reported := [run.run_dir for run in every if run.run_dir in ran or _ran_before(run)]:
             _write_report(reported, settings.run_dir)
-    if failure:
-        raise failure
 
 
 def _ran_before(run: "LocalConfig") -> bool:

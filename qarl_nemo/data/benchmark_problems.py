@@ -24,11 +24,15 @@ def _in_braces(depth: int) -> str:
 
 _MAX_QUOTED = 200
 # Not the article or pronoun before a word: `A dog` and `I think` choose nothing. These follow neither.
-_AFTER_A_LETTER = "and|or|is|because|since|which|that|as|with|in|for|from|due|based|by|on|at|but|where|when|if"
+_AFTER_A_LETTER = (
+    "and|or|is|are|because|since|which|that|as|with|in|for|from|due|based|by|on|at|but|where|whereas|when|while|if|so|not"
+    "|only|rather|given|according|then|thus|hence|therefore|after|through|over|under|above|below|among|instead|it|this"
+    "|the|using"
+)
 _ANY_LETTER = rf"(?:[B-HJ-Z]|[AI](?![ \t]+(?!(?:{_AFTER_A_LETTER})\b)[a-z]))"
 # A small letter counts in parentheses: `is a dog` chooses nothing.
 _EITHER = rf"(?:{_ANY_LETTER}|(?<=\()[a-z](?=\)))"
-_LETTER = rf"(?:(?i:option|choice)\s*)?\(?({_EITHER})\)?(?![\w'])"
+_LETTER = rf"(?:(?i:option|choice)\s*\(?(?=[A-Z]|{_EITHER})|\(?(?={_EITHER}))([A-Za-z])\)?(?![\w'])"
 # What may stand before a letter: a colon, quotes, LaTeX's and Markdown's \textbf{, \(, **. It takes all space there:
 # with two ways to read it, a response that ends in nothing else would take for ever.
 _MARKUP = r"(?:\\(?:text|math|rm|bf)[a-z]*|\\[(\[]|[\s:*${`\"\[])*"

@@ -135,7 +135,7 @@ def _csv(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     except csv.Error as error:
         raise FileError(f"data file {path} is not CSV: {error}") from error
     names = list(reader.fieldnames or [])
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
         raise FileError(f"data file {path}: its first line names more than one column {', '.join(map(repr, twice))}")
     if wide := [number for number, record in enumerate(records, start=1) if None in record]:
         raise FileError(f"data file {path}, record {wide[0]}: it has more cells than the first line names")

@@ -59,6 +59,8 @@ _PHASES = {
     "checkpointing": "checkpointing",
 }
 _TRANSFER = "timing/train/prepare_for_generation/transfer_and_update_weights"
+# One of the starts of a run.
+_START = re.compile(r"exp_(\d+)")
 _DUMP = re.compile(r"train_data_step(\d+)\.jsonl")
 
 
@@ -215,9 +217,8 @@ def _starts(path: Path) -> list[Path]:
     # A run of the embedded engine's is one, whatever lies in its folder.
     if not path.is_dir() or (path / "metrics.jsonl").exists():
         return []
-    # exp_1000 comes after exp_999.
-    starts = sorted(path.glob("exp_*"), key=lambda folder: (len(folder.name), folder.name))
-    return [path] if is_start(path) else [folder for folder in starts if is_start(folder)]
+    starts = _numbered(path, _START)
+    return [path] if is_start(path) else [starts[number] for number in sorted(starts) if is_start(starts[number])]
 
 
 def _numbered(start: Path, name: re.Pattern[str]) -> dict[int, Path]:

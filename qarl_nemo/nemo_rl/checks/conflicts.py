@@ -287,7 +287,7 @@ def _unpaired(config: Mapping[str, Any]) -> list[str]:
         most = "grpo.dynamic_sampling_max_gen_batches"
         if type(batches := look_up(config, most, 1)) is not int or batches < 1:
             problems.append(problem_line(most, batches, f"{dynamic}=true generates at least one", "1 or more"))
-    problems += _loader_conflicts(config, factor)
+    problems += _loader_conflicts(config, factor or 1)
     metric, least = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
     if look_up(config, metric, None) is not None and look_up(config, least, None) is None:
         problems.append(problem_line(least, None, f"{metric} stops there", f"a number, or {metric}=null"))

@@ -123,6 +123,12 @@ from qarl_nemo.data.benchmark_problems import chosen_letter
         ("Answer: A\nwater is wet", "A"),
         ("The answer is (A) water", "A"),
         ("The answer is I and not J", "I"),
+        ("The correct answer is option A rather than option B", "A"),
+        ("The answer is choice A after all", "A"),
+        ("The best option is A given the data", "A"),
+        ("The answer is option (b).", "B"),
+        ("The answer is I only", "I"),
+        ("The answer is A only", "A"),
         ("", None),
     ],
 )

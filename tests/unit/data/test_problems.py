@@ -270,6 +270,9 @@ def test_numbers_of_narrow_columns_are_the_ones_that_were_stored(tmp_path):
 def test_csv_has_cells_of_any_length_and_each_column_once(tmp_path):
     (tmp_path / "a.csv").write_text(f"problem,answer\n{'x' * 200_000},1\n")
     assert read_tasks(DatasetConfig(data_path=str(tmp_path / "a.csv"))) == [Task("x" * 200_000, "1")]
+    # Spreadsheets write columns without a name.
+    (tmp_path / "c.csv").write_text("problem,answer,,\n1,2,,\n")
+    assert read_tasks(DatasetConfig(data_path=str(tmp_path / "c.csv"))) == [Task("1", "2")]
     (tmp_path / "b.csv").write_text("problem,answer,answer\n1,2,3\n")
     with pytest.raises(ValueError, match="its first line names more than one column 'answer'"):
         read_tasks(DatasetConfig(data_path=str(tmp_path / "b.csv")))

@@ -129,6 +129,7 @@ def test_a_validations_seconds_are_a_phase_of_its_step(tmp_path):
 def test_a_resumed_run_is_one_run_and_its_later_start_wins(tmp_path):
     write_start(tmp_path / "exp_999", range(1, 8), reward=0.1)
     write_start(tmp_path / "exp_1000", range(6, 11), reward=0.5)
+    write_start(tmp_path / "exp_1000_copy", range(6, 12), reward=0.9)
     run = load_run(tmp_path)
     assert run.steps.tolist() == list(range(1, 11))
     assert run.column("reward/mean")[4:6] == pytest.approx([0.15, 0.56])

@@ -1,5 +1,6 @@
 """Arms and seeds of one comparison become whole configs; what is wrong in any arm is said before the first run."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from omegaconf import OmegaConf
 
 from qarl_nemo.config import ConfigError, literal, load_config, write_yaml
 from qarl_nemo.data.config import DatasetConfig, DatasetsData
+from qarl_nemo.files import FileError
 from qarl_nemo.losses.config import GRPOTISConfig, GSPOConfig, TBPOConfig
 from qarl_nemo.train.arms import RunsFailedError, expand_arms, require_effect, require_reach, select_arms
 from qarl_nemo.train.config import AdamWConfig, ArithmeticData, CompareConfig, LocalConfig
@@ -304,6 +306,10 @@ def test_what_is_left_out_of_a_report_is_said_and_a_failed_arm_does_not_take_the
     assert reported == ["ours-seed4"]
     assert "short-seed4 is not in the report: it has 1 of 2 steps" in said
     assert "bad-seed4 is not" not in said
+    monkeypatch.setattr("qarl_nemo.cli.train._write_report", lambda *_: (_ for _ in ()).throw(FileError("disk full")))
+    for folder in tmp_path.glob("*-seed4"):
+        shutil.rmtree(folder)
+    assert "bad-seed4 ended with code 2" in qarl("train", path)[1]
 
 
 def test_seeds_of_one_arm_have_the_same_settings_and_nothing_starts_where_they_would_not(qarl, tmp_path, monkeypatch):
