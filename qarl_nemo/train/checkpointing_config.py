@@ -20,10 +20,9 @@ class CheckpointingConfig(StrictModel):
     @field_validator("checkpoint_must_save_by", mode="before")
     @classmethod
     def is_a_time(cls, value: Any) -> Any:
-        """Refuse what is no time, and a time that YAML has read as a number."""
+        """Refuse what is no time."""
         if isinstance(value, int) and not isinstance(value, bool):
-            # 1:03:45:00, without a zero before it, is a number in base 60.
-            raise ValueError("put days:hours:minutes:seconds in quotes, '01:03:45:00'; YAML reads it as one number")
+            raise ValueError(f"put days:hours:minutes:seconds in quotes, '01:03:45:00', in the place of {value}")
         if isinstance(value, str):
             limit_seconds(value)
         return value

@@ -57,7 +57,8 @@ def test_a_run_whose_experts_vllm_does_not_serve_is_evaluated_with_the_other_eng
     step = tmp_path / "run" / "checkpoints" / "step_000004"
     save_sparse(step / "model", TOKENIZER)
     write_file_list(step)
-    (tmp_path / "run" / "config.yaml").write_text("qarl: {format: w5a16, group_size: 64, targets: [experts]}\n")
+    qarl = "{format: w5a16, group_size: 64, targets: [experts]}"
+    (tmp_path / "run" / "config.yaml").write_text(f"qarl: {qarl}\npolicy: {{model_init: {{}}}}\n")
     settings = EvalSettings((tmp_path / "run",), ("gsm8k",), tmp_path / "r.json", engine="vllm", device="cpu")
     with pytest.raises(ValueError, match=r"step 4: vLLM serves codes of 5 bits in dense .*; or set --engine packed"):
         prepare(settings)

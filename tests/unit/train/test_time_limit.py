@@ -63,8 +63,14 @@ def test_a_time_that_yaml_reads_as_a_number_is_to_be_quoted(tmp_path):
         return load_config(path, [], LocalConfig).checkpointing.checkpoint_must_save_by
 
     assert (load("01:03:45:00"), load("'1:03:45:00'"), load("null")) == ("01:03:45:00", "1:03:45:00", None)
-    with pytest.raises(ConfigError, match=r"save_by: put days:hours:minutes:seconds in quotes, '01:03:45:00'"):
+    with pytest.raises(
+        ConfigError, match=r"line \d+: 1:03:45:00 is no decimal number in YAML; .* '1:03:45:00' in quotes"
+    ):
         load("1:03:45:00")
+    with pytest.raises(
+        ConfigError, match=r"save_by: put days:hours:minutes:seconds in quotes, .* in the place of 13500"
+    ):
+        load("13500")
 
 
 def test_a_limit_without_checkpoints_is_refused(tmp_path):
