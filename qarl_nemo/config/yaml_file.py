@@ -174,7 +174,7 @@ def check_yaml(text: str) -> None:
 
 
 def quote_numbers(text: str, model: type[BaseModel], above: Sequence[str] = ()) -> str:
-    """Return YAML with numbers in quotes in blocks of free names that hold text, where 3.10 would be read as 3.1.
+    """Return YAML whose blocks of texts under names of one's own, such as `env`, have numbers in quotes: 3.10 stays so.
 
     Args:
         text: YAML that `check_yaml` lets pass.

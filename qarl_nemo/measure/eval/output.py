@@ -53,7 +53,7 @@ def first_prompts(evaluations: Sequence[ModelEvaluation]) -> Iterator[str]:
 
 
 def left_out(job: EvalJob) -> list[str]:
-    """Return the results of an earlier command in the file of results that this one's do not hold, in words."""
+    """Name the earlier results in the output file that this evaluation's will replace, and does not compute again."""
     output = job.settings.output
     earlier = read_json(output, "results").get("results", []) if output.is_file() else []
     asked = {(model.label, questions.benchmark.name) for model in job.models for questions in job.questions}

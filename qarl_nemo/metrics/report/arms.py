@@ -103,7 +103,7 @@ def group_by_arm(runs: list[Run], variant: str | None = None) -> list[Arm]:
 
 
 def mixed_settings(runs: Sequence[Run]) -> list[str]:
-    """List the keys in which repetitions of one arm may not differ, and these runs do."""
+    """List the settings in which these runs differ, and repetitions of one arm may not."""
     flat = [flatten(run.config) for run in runs if run.config]
     keys = sorted({key for settings in flat for key in settings if not key.startswith(_OF_A_RUN)})
     return [key for key in keys if len({str(settings.get(key)) for settings in flat}) > 1]

@@ -272,7 +272,7 @@ def _async_conflicts(config: Mapping[str, Any], objective: LossConfig) -> list[s
     ]
     oldest = "grpo.async_grpo.max_trajectory_age_steps"
     if type(age := look_up(config, oldest, 1)) is not int or age < 1:
-        # NeMo-RL's buffer would be for none.
+        # NeMo-RL's buffer would hold no response.
         problems.append(problem_line(oldest, age, "responses of how many steps before are kept", "1 or more"))
     return problems
 

@@ -13,8 +13,8 @@ from qarl_nemo.nemo_rl.lookup import is_number, look_up
 _ESTIMATOR = "grpo.adv_estimator.name"
 # NeMo-RL's default first.
 _ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus")
-# NeMo-RL's environments with one reward a response; one that is registered under another name may have several.
 _FUNCTION = "reward_function"
+# NeMo-RL's environments with one reward a response; one that is registered under another name may have several.
 _ONE_REWARD = (ENVIRONMENT, "math", "math_default", "code", "code_jaccard", "reward_model", "vlm")
 ERROR_LIMIT = "grpo.seq_logprob_error_threshold"
 """With it NeMo-RL computes log-probabilities before the update, whatever `force_on_policy_ratio` says."""
@@ -91,7 +91,7 @@ def _advantage_conflicts(
         why = f"{_ESTIMATOR}=grpo compares a prompt's answers, so that one alone has the advantage 0 and trains nothing"
         problems.append(problem_line(answers, 1, why, f"2 or more, or {_ESTIMATOR}=reinforce_plus_plus"))
     if name == "gdpo":
-        problems += _reward_conflicts(config)
+        problems += _single_reward(config)
     # These differ from token to token, and an objective that weighs whole responses would take their mean.
     if name == "reinforce_plus_plus" and rewarded and objective.averages == "response":
         why = (
@@ -102,7 +102,7 @@ def _advantage_conflicts(
     return problems
 
 
-def _reward_conflicts(config: Mapping[str, Any]) -> list[str]:
+def _single_reward(config: Mapping[str, Any]) -> list[str]:
     sets = [
         (dataset, whole)
         for place, dataset, whole in data_sets(config.get("data") or {})
