@@ -1,7 +1,7 @@
 """Environment variables that look like secrets: found in configs and commands, and hidden where those are shown."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "***"
@@ -20,6 +20,13 @@ _VALUE = r"(?![\"']?\$)[\"']?[^\s\"']"
 # NAME=value as in a shell or an override, and NAME: value in braces; /x/token:/token is a volume.
 _ASSIGNED = re.compile(rf"(?<![A-Z0-9_])({_SECRET})={_VALUE}", re.IGNORECASE)
 _IN_BRACES = re.compile(rf"[{{,]\s*[\"']?({_SECRET})[\"']?\s*:\s*{_VALUE}", re.IGNORECASE)
+_OPTION = r"(?<![\w.-])(--?(?!no[-_])[a-z][\w.-]*)"
+# What stands between an option and its word: space, a line that goes on, or the comma of a list.
+_GAP = r"[\"']?(?:\s|,|\\\n)++"
+# No word of an option's: another option, or what a shell reads as the command's end or redirection.
+_WORD = rf"(?![\"']?-|[|&;<>)]){_VALUE}"
+_TWO_WORDS = re.compile(rf"{_OPTION}{_GAP}{_WORD}", re.IGNORECASE)
+_OPTION_AND_VALUE = re.compile(rf"{_OPTION}(=|{_GAP})(?={_WORD})(\"[^\"]*\"?|'[^']*'?|\S+)", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
@@ -28,7 +35,14 @@ def is_secret(name: str) -> bool:
 
 
 def assigned_secrets(text: str) -> list[str]:
-    """Return the names of secrets to which shell words assign values; references to other variables are none."""
+    """Return the names of secrets to which shell words give values; references to other variables are none.
+
+    Args:
+        text: shell words, such as `WANDB_API_KEY=abc run --redis-password def`.
+
+    Returns:
+        The names of what is assigned, and options whose value is the next word, with their dashes.
+    """
     found = []
     for match in _ASSIGNED.finditer(text):
         before = text[: match.start()]
@@ -36,7 +50,13 @@ def assigned_secrets(text: str) -> list[str]:
         found += _if_secret(match[1], in_config=in_config)
     for name in _IN_BRACES.findall(text):
         found += _if_secret(name, in_config=True)
-    return found
+    return found + [option for option in _TWO_WORDS.findall(text) if _takes_secret(option)]
+
+
+def _takes_secret(option: str) -> bool:
+    """Say whether an option such as `--redis-password` takes a secret; `--pad-token` and `--input-key` take none."""
+    name = option.lstrip("-").rpartition(".")[2].replace("-", "_")
+    return bool(_if_secret(name, in_config=True))
 
 
 def _if_secret(name: str, *, in_config: bool) -> list[str]:
@@ -74,21 +94,42 @@ def without_secrets(config: Any) -> Any:
     return shown
 
 
-def word_without_secrets(word: str) -> str:
-    """Return a word of a command line that shows no secret which it puts into an `env_vars` block.
+def words_without_secrets(words: Iterable[str]) -> list[str]:
+    """Return the words of a command line as `word_without_secrets` does, and `***` for a secret that is a word.
 
     Args:
-        word: e.g. `policy.megatron_cfg.env_vars.HF_TOKEN=abc`, or a whole block in braces, also of one around it.
+        words: e.g. `["serve", "--api-key", "abc"]`.
+    """
+    shown: list[str] = []
+    option = False
+    for word in words:
+        shown.append(HIDDEN if option and not word.startswith("-") else word_without_secrets(word))
+        option = re.fullmatch(_OPTION, word, re.IGNORECASE) is not None and _takes_secret(word)
+    return shown
+
+
+def word_without_secrets(word: str) -> str:
+    """Return a word of a command line that shows no secret of an `env_vars` block or an option.
+
+    Args:
+        word: e.g. `policy.megatron_cfg.env_vars.HF_TOKEN=abc`, or a whole block in braces, also of one around it;
+            `--api-key=abc`, or a text with options in it.
 
     Returns:
-        The word, with `***` for its value if that is or holds a secret.
+        The word, with `***` for its value if that is or holds a secret of a block, else for each value of an option.
     """
     key, assigned, value = word.partition("=")
+    if assigned and re.fullmatch(_OPTION, key, re.IGNORECASE) and _takes_secret(key):
+        return f"{key}={HIDDEN}"
     path = key.split(".")
     inside = _VARIABLES in path
-    if not assigned or not (inside or _VARIABLES in value):
-        return word
-    hidden = (inside and is_secret(path[-1])) or any(
-        is_secret(name) for name in re.findall(r"\w+(?=[\"']?\s*:)", value)
+    hidden = (inside and is_secret(path[-1])) or (
+        (inside or _VARIABLES in value) and any(is_secret(name) for name in re.findall(r"\w+(?=[\"']?\s*:)", value))
     )
-    return f"{key}={HIDDEN}" if hidden else word
+    return f"{key}={HIDDEN}" if assigned and hidden else _OPTION_AND_VALUE.sub(_option_alone, word)
+
+
+def _option_alone(given: re.Match[str]) -> str:
+    option, gap, value = given.groups()
+    # Of another option the value may be a command with options of its own, as of `bash -c`.
+    return f"{option}{gap}{HIDDEN if _takes_secret(option) else _OPTION_AND_VALUE.sub(_option_alone, value)}"

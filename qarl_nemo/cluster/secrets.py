@@ -19,7 +19,7 @@ def plain_secrets(env: Iterable[str], texts: Mapping[str, str]) -> list[str]:
     """
     places = [f"env.{name}" for name in env if is_secret(name)]
     for key, text in texts.items():
-        places += [f"{key} ({name}=...)" for name in assigned_secrets(text)]
+        places += [f"{key} ({name}{' ' if name.startswith('-') else '='}...)" for name in assigned_secrets(text)]
     return [
         f"{place} looks like a secret, which job files and manifests would hold in plain text; name it in env_from"
         for place in places

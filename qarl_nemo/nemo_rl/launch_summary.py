@@ -9,7 +9,7 @@ from qarl_nemo.nemo_rl.layout import Layout, read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.model_shapes import read_model
-from qarl_nemo.secrets import word_without_secrets
+from qarl_nemo.secrets import words_without_secrets
 
 
 def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str], unchecked: str | None) -> str:
@@ -34,7 +34,7 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
         lines.append(f"shapes and memory not checked: {unchecked}")
     lines.append(f"logs     {look_up(config, 'logger.log_dir', '?')}; checkpoints {_checkpoints(config)}")
     where = ", on the head of a Ray cluster" if layout is not None and layout.nodes + layout.reward_nodes > 1 else ""
-    words = ["python", *map(word_without_secrets, arguments)]
+    words = ["python", *words_without_secrets(arguments)]
     lines.append(f"command{where}: {shlex.join(words)}")
     return "\n".join(f"qarl: {line}" for line in lines)
 

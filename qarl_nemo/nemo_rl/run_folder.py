@@ -15,7 +15,7 @@ from qarl_nemo.files import write_atomic
 from qarl_nemo.installation import installed_version
 from qarl_nemo.metrics.nemo_rl_logs import CONFIG_FILE
 from qarl_nemo.metrics.recorded import FACTS_FILE
-from qarl_nemo.secrets import without_secrets, word_without_secrets
+from qarl_nemo.secrets import without_secrets, words_without_secrets
 
 _PACKAGES = ("torch", "vllm", "megatron-core", "transformer-engine", "ray", "transformers")
 
@@ -32,7 +32,7 @@ def describe_run(log_dir: Path, config: Mapping[str, Any]) -> None:
     cluster = config["cluster"]
     gpus = cluster["gpus_per_node"] * cluster["num_nodes"]
     facts = {
-        "command": shlex.join(["python", *map(word_without_secrets, sys.argv)]),
+        "command": shlex.join(["python", *words_without_secrets(sys.argv)]),
         "hardware": f"{gpus}x {_gpu_name()}",
         "versions": {"nemo-rl": nemo_rl_version}
         | {name: found for name in _PACKAGES if (found := installed_version(name))},

@@ -2,7 +2,14 @@
 
 import pytest
 
-from qarl_nemo.secrets import assigned_secrets, is_secret, secret_variables, without_secrets, word_without_secrets
+from qarl_nemo.secrets import (
+    assigned_secrets,
+    is_secret,
+    secret_variables,
+    without_secrets,
+    word_without_secrets,
+    words_without_secrets,
+)
 
 VALUE = "do-not-print-me"
 NAME = "WANDB_API_KEY"
@@ -40,6 +47,10 @@ def test_names_of_other_things(name):
         (f"run.py +env.database.password={VALUE}", "password"),
         (f"run.py +env.search.SERPER_KEY={VALUE}", "SERPER_KEY"),
         (f"serve --token={VALUE}", "token"),
+        (f"ray start --redis-password {VALUE} --head", "--redis-password"),
+        (f"serve --api-key '{VALUE}'", "--api-key"),
+        (f"serve --port 1 \\\n  --HF_TOKEN \\\n  {VALUE}", "--HF_TOKEN"),
+        (f"start_args=['--head', '--redis-password', '{VALUE}']", "--redis-password"),
     ],
 )
 def test_secrets_in_commands(text, name):
@@ -56,6 +67,10 @@ def test_secrets_in_commands(text, name):
         "data.train.input_key=problem data.train.output_key=answer",
         "'data.train={input_key: problem, output_key: answer, pad_token: 0}'",
         "'data.validation=[{split: test, prompt_key: problem}]'",
+        "--password-file /path --tokenizer x --max-tokens 5 --pad-token '<pad>' --input-key problem --no-password x",
+        "--password --head --token -x --hf-token | cat; serve --api-key",
+        '--redis-password $PASSWORD --token "$(cat token)" --token \\\n  --head',
+        "--volume /home/me/token:/token scores-token a the password is",
     ],
 )
 def test_keys_of_configs_that_are_no_secrets(words):
@@ -98,7 +113,28 @@ def test_an_override_with_a_secret_shows_its_key_alone(word):
         "policy.tokenizer.pad_token=<pad>",
         "policy.megatron_cfg.env_vars.NCCL_DEBUG=INFO",
         "policy.megatron_cfg.env_vars={NCCL_DEBUG: INFO}",
+        "--password-file /path --tokenizer x",
+        "--max-tokens=5",
+        "run --redis-password $PASSWORD",
     ],
 )
 def test_other_words_stay(word):
     assert word_without_secrets(word) == word
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--redis-password", VALUE, "--head"], ["--redis-password", "***", "--head"]),
+        (["--a.api-key", f"{VALUE} {VALUE}", "x"], ["--a.api-key", "***", "x"]),
+        ([f"--redis-password={VALUE} {VALUE}"], ["--redis-password=***"]),
+        ([f"args=--head --redis-password {VALUE} --x"], ["args=--head --redis-password *** --x"]),
+        ([f"args=[--token, '{VALUE} {VALUE}', --x]"], ["args=[--token, ***, --x]"]),
+        ([f"serve --token={VALUE} --x"], ["serve --token=*** --x"]),
+        ([f"ssh -c 'serve --token {VALUE} --x'"], ["ssh -c 'serve --token *** --x'"]),
+        (["--token", "--head", "x"], ["--token", "--head", "x"]),
+        (["--password-file", "/path", "--tokenizer", "x", "--max-tokens", "5"],) * 2,
+    ],
+)
+def test_an_option_whose_value_is_a_secret_shows_its_name_alone(words, shown):
+    assert words_without_secrets(words) == shown

@@ -40,6 +40,15 @@ def test_a_secret_in_plain_text_is_refused_without_showing_it(base, override, ca
     assert VALUE not in printed
 
 
+@pytest.mark.parametrize("args", ["[--redis-password, {}]", "['--redis-password {}']"])
+def test_a_secret_that_is_an_options_next_word_is_refused_without_showing_it(args, capsys):
+    config = ROOT / "docker" / "clusters" / "hosts.yaml"
+    assert main(["launch", str(config), "--dry-run", f"ray.start_args={args.format(VALUE)}"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "ray.start_args (--redis-password ...) looks like a secret" in printed
+    assert VALUE not in printed
+
+
 @pytest.mark.parametrize("key", ["env=[{}]", "env_from={}", "env_from.caller={}", "launcher.connect='ssh {}'"])
 def test_a_secret_in_the_wrong_place_is_not_shown_either(key, capsys):
     config = ROOT / "docker" / "clusters" / "hosts.yaml"
