@@ -33,6 +33,8 @@ _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
 _NOT_DECIMAL = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+)")
 # Whatever any of YAML's versions reads as a number; also dates and such, which are text in quotes or without.
 _NUMBER = re.compile(r"[-+]?\.?[0-9][\w.+-]*")
+# A plain `<<`.
+_MERGE = "tag:yaml.org,2002:merge"
 # What PyYAML calls the text that it parses.
 _UNNAMED = 'in "<unicode string>", '
 
@@ -193,11 +195,22 @@ def _numbers(node: Any, keys: list[str], models: list[type[BaseModel]]) -> Itera
     # The model ends what an alias to a block around it would repeat.
     if not isinstance(node, yaml.MappingNode) or (keys and not kinds):
         return
-    for key, value in node.value:
+    for key, value in (pair for mapping in _with_merged(node) for pair in mapping.value):
         if dict[str, str] not in kinds:
             yield from _numbers(value, [*keys, str(key.value)], models)
         elif isinstance(value, yaml.ScalarNode) and not value.style and _NUMBER.fullmatch(value.value):
             yield value
+
+
+def _with_merged(node: Any, around: tuple[Any, ...] = ()) -> Iterator[yaml.MappingNode]:
+    """Yield a mapping, and those that its `<<` keys merge into it; YAML's reader refuses what cannot be merged."""
+    if not isinstance(node, yaml.MappingNode) or node in around:
+        return
+    yield node
+    for key, value in node.value:
+        if key.tag == _MERGE:
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                yield from _with_merged(merged, (*around, node))
 
 
 def _read(

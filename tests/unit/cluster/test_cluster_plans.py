@@ -345,6 +345,28 @@ def test_env_holds_numbers_as_they_are_written(tmp_path, written):
     assert {name: env[name] for name in "ABCDE"} == dict.fromkeys("ACE", text) | dict.fromkeys("BD", "x")
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        "env: {<<: {A: 3.10, B: 1}, B: 1_0}",
+        "env:\n  <<: [{A: 3.10}, &b {B: 1_0}]\n  <<: *b",
+        "<<: {env: {<<: {A: 3.10}, B: 1_0}}",
+        "launcher: {node_selector: &a {<<: {A: 3.10}}}\nenv: {<<: *a, B: 1_0}",
+    ],
+)
+def test_numbers_that_env_merges_stay_as_they_are_written_too(tmp_path, block):
+    file = tmp_path / "a.yaml"
+    file.write_text(f"defaults: {ROOT / 'docker' / 'clusters' / 'kubernetes.yaml'}\n{block}\n")
+    env = load_config(file, ["env={<<: {C: 3.10}}"], ClusterConfig).env
+    assert (env["A"], env["B"], env["C"]) == ("3.10", "1_0", "3.10")
+
+
+def test_a_block_that_merges_itself_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("env: &e {A: 3.10, <<: *e}\n")
+    with pytest.raises(ConfigError, match="recursive aliases"):
+        load_config(tmp_path / "a.yaml", [], ClusterConfig)
+
+
 def test_numbers_that_may_have_been_written_otherwise_are_not_taken_for_text(tmp_path):
     assert one_machine(tmp_path, env={"A": 1, "C": "x"}).env == {"A": "1", "C": "x"}
     for key, changes in (("env.A", {"env": {"A": True}}), ("env.A", {"env": {"A": 3.1}}), ("python", {"python": 3.1})):
