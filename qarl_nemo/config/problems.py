@@ -150,7 +150,8 @@ def _not_text(given: Any) -> str:
         return f"expected text, not {_named(given)}"
     # YAML has read it, and 3.10 or yes was written otherwise.
     kind = "true or false" if isinstance(given, bool) else "a number"
-    return f"expected text, not {kind}; put it in quotes, as you wrote it"
+    quoted = "put it in quotes, as you wrote it; in the place of a ${...}, put what it refers to there in quotes"
+    return f"expected text, not {kind}; {quoted}"
 
 
 def _examples(place: Sequence[Any], root: type[BaseModel]) -> str:

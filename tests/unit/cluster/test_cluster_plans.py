@@ -373,3 +373,11 @@ def test_numbers_that_may_have_been_written_otherwise_are_not_taken_for_text(tmp
         with pytest.raises(ConfigError, match=f"{key}: expected text, not .*; put it in quotes, as you") as refused:
             one_machine(tmp_path, **changes)
         assert "3.1" not in str(refused.value)
+
+
+def test_a_reference_to_a_number_says_what_to_write_in_its_place(tmp_path):
+    file, base = tmp_path / "a.yaml", ROOT / "docker" / "clusters" / "slurm.yaml"
+    file.write_text(f"defaults: {base}\nlog_period_s: 10.50\nenv: {{A: '${{log_period_s}}'}}\n")
+    with pytest.raises(ConfigError, match=r"env.A: expected text, .*in the place of a \$\{...}, put what it refers to"):
+        load_config(file, [], ClusterConfig)
+    assert load_config(file, ["env.A='10.50'"], ClusterConfig).env["A"] == "10.50"
