@@ -273,17 +273,6 @@ def readable_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def share_weights(folder: Path, like: Path) -> None:
-    """Give weight files, which safetensors writes for their owner alone, another file's permissions.
-
-    Args:
-        folder: whose `*.safetensors` are meant, those of its folders among them.
-        like: a file that was written as others are.
-    """
-    for path in folder.rglob("*.safetensors"):
-        path.chmod(like.stat().st_mode & 0o777)
-
-
 def require_free(lock: Path, what: str) -> None:
     """Refuse where another process holds a lock file, as `exclusive` would; nothing is made or written.
 

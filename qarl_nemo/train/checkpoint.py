@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from qarl_nemo.files import FileError, os_reason, read_json, share_weights, sync
+from qarl_nemo.files import FileError, os_reason, read_json, sync
 from qarl_nemo.train.file_list import file_problems, write_file_list
 from qarl_nemo.train.learner import Learner
 
@@ -220,3 +220,14 @@ def _delete(folder: Path) -> None:
 
 def _deleted_name(folder: Path) -> Path:
     return folder.with_suffix(".deleted")
+
+
+def share_weights(folder: Path, like: Path) -> None:
+    """Give weight files, which safetensors writes for their owner alone, another file's permissions.
+
+    Args:
+        folder: whose `*.safetensors` are meant, those of its folders among them.
+        like: a file that was written as others are.
+    """
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(like.stat().st_mode & 0o777)

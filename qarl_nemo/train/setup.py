@@ -11,12 +11,11 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl_formats import BASELINE
-from qarl_nemo.files import share_weights
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.layers.ties import tie_warning
 from qarl_nemo.losses.build import build_loss
 from qarl_nemo.train.aligned_model import align_model, has_frozen_base, lora_settings
-from qarl_nemo.train.checkpoint import checkpoint_dir, named_disk_errors, read_state
+from qarl_nemo.train.checkpoint import checkpoint_dir, named_disk_errors, read_state, share_weights
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.learner import Learner
 from qarl_nemo.train.model import load_checkpoint, load_model, read_config, stop_token_ids
