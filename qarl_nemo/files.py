@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -57,14 +58,13 @@ def read_text(path: Path, what: str) -> str:
     try:
         size = path.stat().st_size
         if size > MAX_TEXT_BYTES:
-            raise FileError(f"{path}: expected {what}, but it has {size / 2**30:.1f} GiB")
+            raise FileError(
+                f"{path}: expected {what}, but it has {size / 2**30:.1f} GiB; a file that is read whole has at most "
+                f"{readable_bytes(MAX_TEXT_BYTES)}"
+            )
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise FileError(
-            f"{path}: expected {what}, but it is not UTF-8: byte {error.object[error.start]:#04x} at position "
-            f"{error.start}, in line {line}; save it as UTF-8"
-        ) from error
+    except UnicodeDecodeError:
+        _refuse_bytes(path, what)
     except OSError as error:
         _refuse(path, what, error)
 
@@ -82,19 +82,51 @@ def read_words(path: Path, what: str) -> str:
     return read_text(path, what).removeprefix("\ufeff")
 
 
-def text_lines(path: Path, what: str) -> list[str]:
-    """Read the lines of a UTF-8 file as `read_words` does.
+def text_lines(path: Path, what: str) -> Iterator[str]:
+    """Read the lines of a UTF-8 file, which may be larger than memory, without a byte order mark before the first one.
 
-    They end in a line feed alone: strings of JSON may hold the other separators that `str.splitlines` splits at.
+    They end as Python's files do: strings of JSON may hold the other separators that `str.splitlines` splits at.
 
     Args:
         path: the file.
         what: what it should be, for the error.
 
+    Yields:
+        Each line, without its end.
+
     Raises:
-        FileError: as `read_text`.
+        FileError: as `require_file`; it is not UTF-8, or a line is longer than `MAX_TEXT_BYTES`.
     """
-    return read_words(path, what).split("\n")
+    require_file(path, what)
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number in itertools.count(1):
+                line = file.readline(MAX_TEXT_BYTES + 1)
+                if len(line) > MAX_TEXT_BYTES:
+                    longest = readable_bytes(MAX_TEXT_BYTES)
+                    raise FileError(f"{path}: expected {what}, but line {number} is longer than {longest}; split it")
+                if not line:
+                    return
+                yield line.removesuffix("\n")
+    except UnicodeDecodeError:
+        _refuse_bytes(path, what)
+    except OSError as error:
+        _refuse(path, what, error)
+
+
+def _refuse_bytes(path: Path, what: str) -> NoReturn:
+    """Say where the first bytes are that are not UTF-8; Python names their place in its buffer alone."""
+    place, start = "", 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                byte = line[error.start]
+                place = f": byte {byte:#04x} at position {start + error.start}, in line {number}"
+                break
+            start += len(line)
+    raise FileError(f"{path}: expected {what}, but it is not UTF-8{place}; save it as UTF-8")
 
 
 def read_json(path: Path, what: str, kind: type = dict) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import itertools
 import json
 import logging
 import struct
@@ -12,7 +13,7 @@ from typing import Any
 
 from qarl_nemo.data.config import DatasetConfig
 from qarl_nemo.data.named import NAMED
-from qarl_nemo.files import MAX_TEXT_BYTES, FileError, load_json, read_words, text_lines
+from qarl_nemo.files import MAX_TEXT_BYTES, FileError, load_json, read_words, readable_bytes, text_lines
 from qarl_nemo.installation import pip_command
 
 # What `datasets` calls the readers of single files.
@@ -102,19 +103,34 @@ def _shortest(value: float, code: str) -> float:
 
 
 def _lines(path: Path, split: str) -> Iterator[tuple[str, Any]]:
-    lines = [line for line in enumerate(text_lines(path, "JSONL data"), start=1) if line[1].strip()]
-    for number, line in [line for part in _parts(path, split, len(lines)) for line in lines[part]]:
-        record: Any
-        try:
-            record = _value(line)
-        except ValueError as error:
-            record = error
-        yield f"line {number}", record
+    # A file may be larger than memory. Only a part of a split asks how many lines there are.
+    num_lines = sum(1 for _ in _filled_lines(path)) if "[" in split else 0
+    for part in _parts(path, split, num_lines):
+        for number, line in itertools.islice(_filled_lines(path), part.start, part.stop):
+            record: Any
+            try:
+                record = _value(line)
+            except ValueError as error:
+                record = error
+            yield f"line {number}", record
+
+
+def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(text_lines(path, "JSONL data"), start=1) if line.strip())
+
+
+def _whole(path: Path, what: str) -> str:
+    if path.is_file() and (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        raise FileError(
+            f"data file {path} has {readable_bytes(size)}, and {what} of at most {readable_bytes(MAX_TEXT_BYTES)} are "
+            "read; write it as .jsonl, a record a line, or as .parquet, of which any size is read"
+        )
+    return read_words(path, what)
 
 
 def _json(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     """Read a list, one object, or lines; `datasets` would round large integers, and make days of texts."""
-    text = read_words(path, "JSON data")
+    text = _whole(path, "JSON data")
     try:
         value = _value(text)
     except ValueError as error:
@@ -130,7 +146,7 @@ def _csv(path: Path, split: str) -> Iterator[tuple[str, Any]]:
     """Read rows of text under the names in the first one; `datasets` would make numbers, days and nothing of it."""
     csv.field_size_limit(MAX_TEXT_BYTES)
     try:
-        reader = csv.DictReader(io.StringIO(read_words(path, "CSV data"), newline=""), strict=True)
+        reader = csv.DictReader(io.StringIO(_whole(path, "CSV data"), newline=""), strict=True)
         records = list(reader)
     except csv.Error as error:
         raise FileError(f"data file {path} is not CSV: {error}") from error

@@ -341,6 +341,35 @@ def test_files_that_are_not_jsonl_need_the_datasets_library(tmp_path, monkeypatc
         read_tasks(DatasetConfig(dataset_name="gsm8k"))
 
 
+def test_a_file_of_lines_may_be_larger_than_what_is_read_whole(tmp_path, monkeypatch):
+    records = [{"problem": f"p{n}", "answer": n} for n in range(10)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    # Of 29 bytes or so a line.
+    monkeypatch.setattr("qarl_nemo.files.MAX_TEXT_BYTES", 40)
+    tasks = [Task(f"p{n}", str(n)) for n in range(10)]
+    assert read_tasks(DatasetConfig(data_path=path)) == tasks
+    parts = DatasetConfig(data_path=path, split="train[80%:]+train[:1]")
+    assert read_tasks(parts) == [tasks[8], tasks[9], tasks[0]]
+    (tmp_path / "a.jsonl").write_text("{}\n" + " " * 41)
+    with pytest.raises(ValueError, match=r"a.jsonl: .*, but line 2 is longer than 40 bytes"):
+        read_tasks(DatasetConfig(data_path=path))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_a_file_that_is_read_whole_and_too_large_says_which_are_not(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("qarl_nemo.data.records.MAX_TEXT_BYTES", 40)
+    (tmp_path / name).write_text("problem,answer" + "1,2\n" * 10)
+    with pytest.raises(ValueError, match=rf"{name} has 54 bytes, and .* at most 40 bytes are read; write it as .jsonl"):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / name)))
+
+
+def test_bytes_that_are_no_text_are_named_by_their_place(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"problem": "p", "answer": 1}\r\n' * 1000 + b'"\xff"')
+    # 1,000 lines of 31 bytes, and a quote.
+    with pytest.raises(ValueError, match=r"not UTF-8: byte 0xff at position 31001, in line 1001; save it as UTF-8"):
+        read_tasks(DatasetConfig(data_path=str(tmp_path / "a.jsonl")))
+
+
 def test_a_line_holds_what_other_readers_call_an_end_of_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"problem": "1\u2028+1", "answer": 2}\n\n', encoding="utf-8")
     assert read_tasks(DatasetConfig(data_path=str(tmp_path / "a.jsonl"))) == [Task("1\u2028+1", "2")]
