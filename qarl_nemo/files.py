@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import itertools
 import json
 import os
 import shutil
 import stat
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 # A config, an index or a tokenizer takes megabytes; a larger file is something else under this name.
 MAX_TEXT_BYTES = 1 << 30
 _MAX_DEPTH = 100
+_LEFT_AFTER_S = 86_400
 _TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep"
 
 
@@ -58,10 +61,7 @@ def read_text(path: Path, what: str) -> str:
     try:
         size = path.stat().st_size
         if size > MAX_TEXT_BYTES:
-            raise FileError(
-                f"{path}: expected {what}, but it has {size / 2**30:.1f} GiB; a file that is read whole has at most "
-                f"{readable_bytes(MAX_TEXT_BYTES)}"
-            )
+            raise FileError(f"{path}: expected {what}, but it has {size / 2**30:.1f} GiB; at most 1 GiB is read whole")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         _refuse_bytes(path, what)
@@ -122,8 +122,7 @@ def _refuse_bytes(path: Path, what: str) -> NoReturn:
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                byte = line[error.start]
-                place = f": byte {byte:#04x} at position {start + error.start}, in line {number}"
+                place = f": byte {line[error.start]:#04x} at position {start + error.start}, in line {number}"
                 break
             start += len(line)
     raise FileError(f"{path}: expected {what}, but it is not UTF-8{place}; save it as UTF-8")
@@ -188,7 +187,7 @@ def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name beside `path`, flush it to disk and rename it.
+    """Write a file under a temporary name beside `path`, flush it to disk, rename it, and remove what kills left.
 
     Args:
         path: final place; its folder must exist.
@@ -204,10 +203,19 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _remove_left(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise FileError(f"{path} cannot be written: {os_reason(error)}") from error
+
+
+def _remove_left(path: Path) -> None:
+    # A process id says nothing: on a shared disk it may be another host's or container's. No write takes this long.
+    with contextlib.suppress(OSError):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            if left.name.split(".")[-2].isdecimal() and time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
+                left.unlink()
 
 
 def sync(path: Path) -> None:

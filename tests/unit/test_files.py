@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -68,6 +69,18 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(FileError, match="taken cannot be written"):
         write_atomic(tmp_path / "taken", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_write_removes_what_a_kill_left_long_ago_and_no_other_file(tmp_path):
+    ours, days = tmp_path / "a[1].html", time.time() - 2 * 86_400
+    new, others = ".a[1].html.7.tmp", [".a1.html.7.tmp", ".a[1].html.x.tmp", "a[1].html.7.tmp", ".a[1].htm.7.tmp"]
+    old = [*others, ".a[1].html.6.tmp"]
+    for name in (new, *old):
+        (tmp_path / name).touch()
+    for name in old:
+        os.utime(tmp_path / name, (days, days))
+    write_atomic(ours, "text")
+    assert {path.name for path in tmp_path.iterdir()} == {ours.name, new, *others}
 
 
 def test_a_place_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
