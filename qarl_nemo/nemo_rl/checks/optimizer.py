@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from qarl_nemo.architecture import Architecture
 from qarl_nemo.config.problems import hint
 from qarl_nemo.nemo_rl.checks.batches import count_problems
-from qarl_nemo.nemo_rl.layout import MEGATRON, read_layout
+from qarl_nemo.nemo_rl.layout import MEGATRON, Layout, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
@@ -24,11 +25,12 @@ _NOT_WITH_OTHERS = (
 )
 
 
-def optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
+def optimizer_conflicts(config: Mapping[str, Any], model: Architecture | None) -> list[str]:
     """Say which optimizer there is none of, and which settings do not go with one.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
+        model: the run's; None if its config.json is not at hand.
 
     Returns:
         One line each: key, value, why, and what to set.
@@ -47,7 +49,7 @@ def optimizer_conflicts(config: Mapping[str, Any]) -> list[str]:
     if "muon" in str(name) or (name in _NAMES and name not in _DIVIDED):
         return problems + _undivided_problems(config, name)
     if name in _DIVIDED:
-        problems += _gather_problems(config, optimizer)
+        problems += _gather_problems(config, optimizer, model)
     return problems + (_offload_problems(optimizer) if offloaded else [])
 
 
@@ -59,18 +61,29 @@ def _undivided_problems(config: Mapping[str, Any], name: str) -> list[str]:
     ]
 
 
-def _gather_problems(config: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[str]:
+def _gather_problems(config: Mapping[str, Any], optimizer: Mapping[str, Any], model: Architecture | None) -> list[str]:
     # Megatron gathers whole layers then, which only Muon's ranks divide: a TypeError where there is more than one rank.
     if optimizer.get("use_distributed_optimizer", True) or not look_up(config, _GATHER, False):
         return []
     layout = None if count_problems(config) else read_layout(config)
-    # Context parallel ranks share gradients, too.
-    if layout is not None and layout.data_parallel * layout.sizes["cp"] == 1:
+    if layout is not None and _most_copies(layout, model) <= 1:
         return []
     return [
         f"{OPTIMIZER}.use_distributed_optimizer=false: every rank has all parameters, and {_GATHER}=true would gather "
         f"parts of them; set true, or {_GATHER}=false"
     ]
+
+
+def _most_copies(layout: Layout, model: Architecture | None) -> int:
+    """Return how many learner ranks have the same parameters, of those that most ranks have."""
+    sizes = layout.sizes
+    # Context parallel ranks share gradients, too.
+    dense = layout.data_parallel * sizes["cp"]
+    # Experts have groups of their own: ranks that share attention may each have all of them. A model whose config.json
+    # is not at hand has some where ranks share them.
+    has_experts = sizes["ep"] > 1 if model is None else model.num_experts > 0
+    experts = layout.learner_gpus // (sizes["ep"] * sizes["etp"] * sizes["pp"]) if has_experts else 0
+    return max(dense, experts)
 
 
 def _offload_problems(optimizer: Mapping[str, Any]) -> list[str]:

@@ -1,16 +1,21 @@
 """Settings that NeMo-RL or Megatron would refuse once Ray has started are refused before: sizes, blocks, optimizers."""
 
 import json
+from pathlib import Path
 
 import pytest
 from test_layout import launch, on_a_host_without_gpus  # noqa: F401 a fixture for every test
-from test_nemo_rl_config import config, problems
+from test_nemo_rl_config import QWEN3_30B, config, problems
 
+from qarl_nemo.architecture import MEGATRON_FAMILIES, read_architecture
 from qarl_nemo.nemo_rl.checks.optimizer import optimizer_conflicts
 from qarl_nemo.nemo_rl.config import apply_qarl
 
 OFFLOADED = {"optimizer": "adam", "use_distributed_optimizer": True, "optimizer_cpu_offload": True,
              "optimizer_offload_fraction": 1.0}  # fmt: skip
+
+DENSE = {"model_type": "qwen3", "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8,
+         "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -56,12 +61,40 @@ def test_parameters_that_every_rank_has_are_not_gathered(name):
         (line,) = [found for found in problems(config(**whole | {"cluster": cluster})) if "gather" in found]
         assert line.startswith(f"{where}.use_distributed_optimizer=false: every rank has all parameters, and {gather}")
         assert line.endswith(f"set true, or {gather}.overlap_param_gather=false")
-    assert optimizer_conflicts(config(**whole | {f"{gather}.overlap_param_gather": False})) == []
+    assert optimizer_conflicts(config(**whole | {f"{gather}.overlap_param_gather": False}), None) == []
     # A single rank has nobody to gather from; context parallel ranks have.
     one = whole | {"cluster": {"num_nodes": 1, "gpus_per_node": 2}}
-    assert optimizer_conflicts(config(**one)) == []
+    assert optimizer_conflicts(config(**one), None) == []
     shared = {"policy.megatron_cfg.tensor_model_parallel_size": 1, "policy.megatron_cfg.context_parallel_size": 2}
-    assert len(optimizer_conflicts(config(**one | shared))) == 1
+    assert len(optimizer_conflicts(config(**one | shared), None)) == 1
+
+
+# (tp, ep, etp) on 2 GPUs: 2 / (ep * etp) ranks have the same experts.
+@pytest.mark.parametrize(("sizes", "gathered"), [((2, 1, 1), True), ((2, 2, 1), False), ((2, 1, 2), False)])
+def test_ranks_that_share_attention_may_have_the_same_experts(sizes, gathered):
+    where, gather = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.distributed_data_parallel_config"
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    layout = {f"policy.megatron_cfg.{name}": size for name, size in zip(names, sizes, strict=True)}
+    adam = {where: {"optimizer": "adam", "use_distributed_optimizer": False}}
+    values = config(**adam | layout | {"cluster": {"num_nodes": 1, "gpus_per_node": 2}})
+    lines = optimizer_conflicts(values, read_architecture(Path(QWEN3_30B), MEGATRON_FAMILIES))
+    assert [line.partition(":")[0] for line in lines] == [f"{where}.use_distributed_optimizer=false"] * gathered
+    assert all(line.endswith(f"set true, or {gather}.overlap_param_gather=false") for line in lines)
+
+
+def test_experts_are_looked_for_only_where_there_are_any(tmp_path):
+    where, gather = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.distributed_data_parallel_config"
+    adam = {where: {"optimizer": "adam", "use_distributed_optimizer": False}}
+    dense = {"policy.megatron_cfg.expert_model_parallel_size": 1, "cluster": {"num_nodes": 1, "gpus_per_node": 2}}
+    # A dense model's ranks share all of it; of a model that is not at hand nobody knows whether it has experts.
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    for model in (read_architecture(tmp_path, MEGATRON_FAMILIES), None):
+        assert optimizer_conflicts(config(**adam | dense), model) == []
+    # Ranks that share experts say that it has some: 4 / 2 ranks have the same ones.
+    sparse = {"policy.megatron_cfg.expert_model_parallel_size": 2, "policy.megatron_cfg.tensor_model_parallel_size": 4}
+    values = config(**adam | sparse | {"cluster": {"num_nodes": 1, "gpus_per_node": 4}})
+    (line,) = optimizer_conflicts(values, None)
+    assert f"{gather}.overlap_param_gather=true" in line
 
 
 @pytest.mark.parametrize("name", ["lion", "soap"])
@@ -95,9 +128,7 @@ def test_logits_and_logprobs_in_one_are_refused_where_nemo_rl_refuses_them_or_sc
 
 
 def test_graphs_are_refused_for_a_dense_learner_where_it_executes_the_format(tmp_path):
-    shapes = {"model_type": "qwen3", "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8,
-              "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
     megatron = {"policy.megatron_cfg.expert_model_parallel_size": 1, "policy.megatron_cfg.cuda_graph_impl": "local"}
     qarl, changes = {"format": "w4a16", "targets": ["mlp"]}, megatron | {"policy.model_name": str(tmp_path)}
     (line,) = problems(config(qarl, **changes))
