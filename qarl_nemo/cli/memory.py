@@ -11,7 +11,7 @@ import typer
 from qarl_formats import DEFAULT_FORMAT
 from qarl_nemo.architecture import FAMILIES, MEGATRON_FAMILIES
 from qarl_nemo.cli import memory_options as options
-from qarl_nemo.cli.options import GroupSize, NestedIn, ServedFormat, given_options
+from qarl_nemo.cli.options import GroupSize, NestedIn, given_options
 from qarl_nemo.cli.program import command
 from qarl_nemo.config.problems import attempt
 from qarl_nemo.names import check_targets, split_targets
@@ -41,7 +41,7 @@ def memory(
     gpus: options.Gpus = 8,
     gpu_gib: options.GpuGib = 79.0,
     layout: options.Layouts = None,
-    format_name: ServedFormat = DEFAULT_FORMAT,
+    format_name: options.Format = DEFAULT_FORMAT,
     group_size: GroupSize = None,
     nested_in: NestedIn = None,
     targets: options.QuantizedTargets = None,
@@ -69,7 +69,8 @@ def memory(
     problems = _options_of_the_other(context, lora) + _gib_problems(gpu_gib=gpu_gib, cache_gib=cache_gib)
     learner = partial(_learner, problems, size, format_name, group_size, targets, tokens, keep_operand)
     if lora is not None:
-        base = learner(logprob_chunk=1024 if logprob_chunk is None else logprob_chunk, recompute="full", logits=False)
+        chunk = 1024 if logprob_chunk is None else logprob_chunk
+        base = learner(logprob_chunk=chunk, recompute="full", logits=False, embedded=True)
         adapters = attempt(problems, _adapters, size, lora, lora_targets)
         _require_none(problems)
         _show_adapters(model, size, base, adapters, gpu_bytes=gpu_gib * GIB, cache_bytes=cache_gib * GIB)

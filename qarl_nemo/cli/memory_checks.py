@@ -55,7 +55,7 @@ def _shard_problems(model: ModelSize, ranks: Parallelism, learner: Learner) -> l
 
 
 def refusals(model: Path, learner: Learner, engine: EngineRanks | None = None) -> list[str]:
-    """Say why no kernel of vLLM takes the weights.
+    """Say why no kernel of vLLM takes the weights of a run.
 
     What a whole weight lacks its parts lack, too, so that one GPU stands for any number.
 
@@ -73,6 +73,8 @@ def refusals(model: Path, learner: Learner, engine: EngineRanks | None = None) -
     stored = replace(fmt, vllm=VllmKernels(fmt.vllm.experts, fmt.vllm.linear))
     if lines := [line for _, line in engine_problems(size, stored, learner.targets, 1)]:
         raise ValueError("\n  ".join([f"{fmt.name} cannot store these weights:", *lines]))
+    if not fmt.vllm.refits:
+        return [f"vLLM serves checkpoints, but takes no refits of {fmt.name}"]
     tp, whole = (1, False) if engine is None else (engine.tp, engine.ep > 1)
     lines = [line for _, line in engine_problems(size, fmt, learner.targets, tp, whole_experts=whole)]
     if lines and engine is not None:

@@ -5,12 +5,16 @@ from typing import Annotated
 
 import typer
 
+from qarl_formats import WIDE_NAMES
+from qarl_nemo.cli.options import SERVED
+
 Model = Annotated[
     Path,
     typer.Argument(
         help="Hugging Face Qwen3, Qwen3-MoE or Qwen2 folder, or its config.json; with --lora also Llama, Mistral."
     ),
 ]
+Format = Annotated[str, typer.Option("--format", help=f"{SERVED}; with --lora also {', '.join(WIDE_NAMES)}.")]
 Gpus = Annotated[int, typer.Option(help="GPUs that share the model.")]
 GpuGib = Annotated[float, typer.Option(help="Memory of each, in GiB: 79 for an H100, 139 for an H200.")]
 Layouts = Annotated[

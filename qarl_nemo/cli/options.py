@@ -10,9 +10,9 @@ from qarl_formats import FORMAT_NAMES, NARROW_NAMES, NESTING, SCALE_CONVENTIONS,
 
 Settings = TypeVar("Settings")
 
-_SERVED = f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4"
-Format = Annotated[str, typer.Option("--format", help=f"{_SERVED}; {', '.join(WIDE_NAMES)}: dense layers.")]
-ServedFormat = Annotated[str, typer.Option("--format", help=f"{_SERVED}.")]
+SERVED = f"{', '.join(FORMAT_NAMES[:-1])} or {FORMAT_NAMES[-1]}; {', '.join(NARROW_NAMES)}: fewer levels, in int4"
+"""What `--format` says of the formats that runs have on every engine."""
+Format = Annotated[str, typer.Option("--format", help=f"{SERVED}; {', '.join(WIDE_NAMES)}: dense layers.")]
 GroupSize = Annotated[int | None, typer.Option(help="Elements per scale along K (w4a16: 128, 64, 32).")]
 _CODES = "Integer codes"
 ScaleConvention = Annotated[

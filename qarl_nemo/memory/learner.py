@@ -4,7 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from qarl_formats import DEFAULT_FORMAT, QuantFormat, find_format, get_format, served_formats, why_impossible
+from qarl_formats import (
+    DEFAULT_FORMAT,
+    WIDE_NAMES,
+    QuantFormat,
+    find_format,
+    get_format,
+    served_formats,
+    why_impossible,
+)
 from qarl_nemo.memory.model_size import ModelSize
 from qarl_nemo.memory.units import BF16, FP32
 from qarl_nemo.parallelism import Parallelism
@@ -41,6 +49,8 @@ class Learner:
         kronecker: whether each matrix [M, N] outside embedding and head also has SOAP's four square ones in FP32, a
             factor and its eigenvectors for each side.
         sequence_parallel: whether tensor parallel ranks share what lies between attention and MLP.
+        embedded: whether it is the learner of `qarl train`, whose built-in sampler serves formats that no run's vLLM
+            does, too.
     """
 
     format: str | None = DEFAULT_FORMAT
@@ -59,6 +69,7 @@ class Learner:
     precision_aware: bool = True
     kronecker: bool = False
     sequence_parallel: bool = True
+    embedded: bool = False
 
     def __post_init__(self) -> None:
         fmt = find_format(self.format or "")
@@ -76,7 +87,8 @@ class Learner:
         for name, count in (("tokens", self.tokens), ("logprob_chunk", self.logprob_chunk)):
             if count is not None and not 1 <= count <= MAX_TOKENS:
                 problems.append(f"{name}={count} is not from 1 to {MAX_TOKENS}")
-        if self.format not in (None, *(legal := served_formats("cuda"))):
+        legal = served_formats("cuda") + (WIDE_NAMES if self.embedded else ())
+        if self.format not in (None, *legal):
             known = find_format(self.format or "")
             wrong = "vLLM serves no run in format" if known else "unknown format"
             problems.append(f"{wrong} {self.format!r}{why_impossible(self.format or '')}; legal: {', '.join(legal)}")

@@ -31,8 +31,10 @@ def require_groups(format_name: str, group_size: int | None) -> None:
     Raises:
         ValueError: it would change nothing.
     """
-    if group_size is not None and find_format(format_name) and format_name not in (grouped := formats_with_groups()):
-        raise ValueError(f"format {format_name!r} takes no group_size; {', '.join(grouped)} have one: remove it")
+    fmt = find_format(format_name)
+    if group_size is not None and fmt and not fmt.group_sizes:
+        grouped = ", ".join(formats_with_groups())
+        raise ValueError(f"format {format_name!r} takes no group_size; {grouped} have one: remove it")
 
 
 def named_layouts(model: ModelSize, names: Sequence[str], num_gpus: int) -> list[Parallelism]:

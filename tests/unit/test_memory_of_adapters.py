@@ -143,6 +143,35 @@ def test_codes_of_their_own_width_are_no_base(tmp_path, qarl):
         )
 
 
+@pytest.mark.parametrize(("name", "num_bits"), [("w5a16", 5), ("w6a16", 6), ("w7a16", 7)])
+def test_a_base_that_only_the_built_in_sampler_serves_is_computed_for_it(name, num_bits, tmp_path, qarl):
+    config = json.loads((MODEL / "config.json").read_text())
+    config["quantization_config"] = quantization_config(get_format(name, group_size=64), ignore=[])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, printed = qarl("memory", tmp_path, "--lora", 32)
+    assert code == 2
+    assert f"add --format {name} --group-size 64" in " ".join(printed.split())
+    code, printed = qarl("memory", tmp_path, "--lora", 32, "--format", name, "--group-size", 64, "--no-keep-operand")
+    assert code == 0, printed
+    rows = [line for line in printed.splitlines() if line.startswith(("│ packed", "│ vllm"))]
+    assert ["not served" in line for line in rows] == [False, True]
+    assert f"vLLM serves checkpoints, but takes no refits of {name}" in " ".join(printed.split())
+    # 28.991e9 weights of experts with a BF16 scale for 64 of them, and 1.541e9 others in BF16.
+    base = (28.991e9 * (num_bits + 0.25) / 8 + 1.541e9 * 2) / GIB
+    assert float(rows[0].split("│")[2]) == pytest.approx(base, abs=0.1)
+
+
+def test_formats_of_the_built_in_sampler_are_legal_with_adapters_alone(qarl):
+    names = "w5a16, w6a16, w7a16"
+    code, printed = qarl("memory", MODEL, "--lora", 32, "--format", "w9a16")
+    assert code == 2
+    assert names in " ".join(printed.split())
+    code, printed = qarl("memory", MODEL, "--format", "w5a16")
+    assert code == 2
+    assert "vLLM serves no run in format 'w5a16'" in printed
+    assert names not in " ".join(printed.split())
+
+
 def test_a_base_that_no_run_executes_is_refused(tmp_path, qarl):
     config = json.loads((MODEL / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
