@@ -22,7 +22,7 @@ MAX_TOKENS = 2**24
 _STEP = 1024
 Recompute = Literal["none", "full"]
 # Bytes per parameter beside its BF16 weight and its gradient: FP32 master and two moments; the master's other 16 bits
-# and two BF16 moments; master and a hidden matrix's momentum; nothing, because the state is in the host's memory.
+# and two BF16 moments; master and momentum, SGD's or a hidden matrix's; nothing, as the state is in the host's memory.
 OPTIMIZERS = {"adam": 12.0, "adam_bf16": 6.0, "muon": 8.0, "offloaded": 0.0}
 _CHUNK_BYTES = 28  # of a logit while its chunk is computed: NeMo-RL 7ea279ab, nemo_rl/distributed/model_utils.py
 
@@ -48,6 +48,7 @@ class Learner:
         precision_aware: whether Adam takes BF16 gradients as they are; Muon takes FP32 copies.
         kronecker: whether each matrix [M, N] outside embedding and head also has SOAP's four square ones in FP32, a
             factor and its eigenvectors for each side.
+        leaves_to_adam: whether Muon leaves embedding, head, norms and routers to Adam; SGD has one momentum of all.
         sequence_parallel: whether tensor parallel ranks share what lies between attention and MLP.
         embedded: whether it is the learner of `qarl train`, whose built-in sampler serves formats that no run's vLLM
             does, too.
@@ -68,6 +69,7 @@ class Learner:
     optimizer_whole: bool = False
     precision_aware: bool = True
     kronecker: bool = False
+    leaves_to_adam: bool = True
     sequence_parallel: bool = True
     embedded: bool = False
 
@@ -245,7 +247,7 @@ def _optimizer_bytes(model: ModelSize, ranks: Parallelism, learner: Learner) -> 
     shards = (1, 1) if learner.optimizer_whole else (ranks.expert_optimizer_shards, ranks.optimizer_shards)
     stepped = experts / shards[0] + dense / shards[1]
     held = OPTIMIZERS[learner.optimizer] * stepped
-    if learner.optimizer == "muon":
+    if learner.optimizer == "muon" and learner.leaves_to_adam:
         # Adam has a second moment of them.
         held += FP32 * _no_hidden_matrices(model, ranks) / shards[1]
     if learner.kronecker:

@@ -192,6 +192,8 @@ def learner_of(config: Mapping[str, Any], qarl: Any) -> Learner:
         keep_operand=qarl.keep_operand,
         optimizer=_optimizer(look_up(megatron, "optimizer", {})),
         kronecker=look_up(megatron, "optimizer.optimizer", "") == "soap",
+        # Megatron-core's Float16OptimizerWithFloat16Params and SGD: an FP32 master and an FP32 momentum of each.
+        leaves_to_adam=look_up(megatron, "optimizer.optimizer", "") != "sgd",
         precision_aware=bool(look_up(megatron, "optimizer.use_precision_aware_optimizer", False)),
         optimizer_whole=not _is_distributed(look_up(megatron, "optimizer", {})),
         gradient_bytes=4 if look_up(megatron, "distributed_data_parallel_config.grad_reduce_in_fp32", False) else 2,
@@ -219,7 +221,7 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
     # Its other methods keep no second moment of each element.
     if name == "adaptive_muon" and moments == "adamuon":
         return "adam"
-    # SGD and Lion keep no second moment of the other parameters either, which this counts.
+    # Lion, too, leaves embedding, head and norms to Adam. Routers it steps itself, whose second moments this counts.
     if any(one in name for one in ("muon", "sgd", "lion")):
         return "muon"
     return "adam_bf16" if has_16_bit_moments(optimizer) else "adam"
