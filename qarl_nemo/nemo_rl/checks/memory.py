@@ -68,8 +68,8 @@ def _over(budget: Budget, needed: Needed, gpu: Card, config: Mapping[str, Any], 
     if budget.trains and learner.recompute == "none":
         fixes.append(f"{_GRANULARITY}=full" if look_up(config, _RECOMPUTE, False) else f"{_RECOMPUTE}=true")
     name = look_up(config, f"{OPTIMIZER}.optimizer", "adam")
-    # Megatron divides no other's among ranks.
-    if budget.trains and learner.optimizer_whole and name in ("adam", "sgd", "muon"):
+    # Megatron divides no other's among ranks on GPUs.
+    if budget.trains and learner.optimizer_whole and name in ("adam", "muon"):
         fixes.append(f"use_distributed_optimizer=true (of Muon: optimizer=dist_muon) in {OPTIMIZER}")
     if budget.trains and needed.learner.fp32_gradients_help:
         fixes.append(f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32=true")

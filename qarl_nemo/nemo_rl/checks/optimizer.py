@@ -12,7 +12,7 @@ from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER
 
 # Those of Megatron's own command line. It compares names exactly, once workers have started.
 _NAMES = ("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap")
-# Those that it can divide among ranks, and whose state it keeps in the host's memory.
+# Those whose state it can keep in the host's memory, where it divides it among ranks. On GPUs it divides Adam's alone.
 _DIVIDED = ("adam", "sgd")
 _GATHER = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
 # What does not go with any other: NeMo-RL's guide says so of Muon, or a worker once it has started. Megatron steps all
@@ -50,6 +50,12 @@ def optimizer_conflicts(config: Mapping[str, Any], model: Architecture | None) -
         return problems + _undivided_problems(config, name)
     if name in _DIVIDED:
         problems += _gather_problems(config, optimizer, model)
+    # `DistributedOptimizer` asserts it, once workers have started.
+    if name == "sgd" and optimizer.get("use_distributed_optimizer", False) and not offloaded:
+        problems.append(
+            f"{OPTIMIZER}.use_distributed_optimizer=true: Megatron divides SGD's momentum only in the host's memory; "
+            "set false, or optimizer_cpu_offload=true"
+        )
     return problems + (_offload_problems(optimizer) if offloaded else [])
 
 
@@ -68,9 +74,10 @@ def _gather_problems(config: Mapping[str, Any], optimizer: Mapping[str, Any], mo
     layout = None if count_problems(config) else read_layout(config)
     if layout is not None and _most_copies(layout, model) <= 1:
         return []
+    divided = "set true, or" if optimizer.get("optimizer", "adam") == "adam" else "set"
     return [
         f"{OPTIMIZER}.use_distributed_optimizer=false: every rank has all parameters, and {_GATHER}=true would gather "
-        f"parts of them; set true, or {_GATHER}=false"
+        f"parts of them; {divided} {_GATHER}=false"
     ]
 
 

@@ -60,13 +60,21 @@ def test_parameters_that_every_rank_has_are_not_gathered(name):
     for cluster in ({}, {"num_nodes": 1, "gpus_per_node": 8}):
         (line,) = [found for found in problems(config(**whole | {"cluster": cluster})) if "gather" in found]
         assert line.startswith(f"{where}.use_distributed_optimizer=false: every rank has all parameters, and {gather}")
-        assert line.endswith(f"set true, or {gather}.overlap_param_gather=false")
+        divided = {"adam": "; set true, or ", "sgd": "; set "}[name]
+        assert line.endswith(f"{divided}{gather}.overlap_param_gather=false")
     assert optimizer_conflicts(config(**whole | {f"{gather}.overlap_param_gather": False}), None) == []
     # A single rank has nobody to gather from; context parallel ranks have.
     one = whole | {"cluster": {"num_nodes": 1, "gpus_per_node": 2}}
     assert optimizer_conflicts(config(**one), None) == []
     shared = {"policy.megatron_cfg.tensor_model_parallel_size": 1, "policy.megatron_cfg.context_parallel_size": 2}
     assert len(optimizer_conflicts(config(**one | shared), None)) == 1
+
+
+def test_megatron_divides_sgds_momentum_in_the_hosts_memory_alone():
+    where, sgd = "policy.megatron_cfg.optimizer", {"optimizer": "sgd", "use_distributed_optimizer": True}
+    (line,) = problems(config(**{where: sgd}))
+    assert line.startswith(f"{where}.use_distributed_optimizer=true: Megatron divides SGD's momentum only in")
+    apply_qarl(config(**{where: OFFLOADED | {"optimizer": "sgd"}}))
 
 
 # (tp, ep, etp) on 2 GPUs: 2 / (ep * etp) ranks have the same experts.
