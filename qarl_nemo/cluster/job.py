@@ -18,6 +18,7 @@ from qarl_nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConf
 from qarl_nemo.cluster.health import check
 from qarl_nemo.cluster.logs import LogCollector
 from qarl_nemo.cluster.nodes import Node, lost_nodes
+from qarl_nemo.cluster.plan import JOB_ENDED, JOB_STARTS
 
 STOP_WITHIN_S = 30.0
 POLL_S = 2.0
@@ -49,7 +50,7 @@ def run(config: ClusterConfig, address: str | None = None) -> int:
         except ClusterError as error:
             say(f"ERROR: {error}")
             return EXIT_UNHEALTHY
-        say(f"run folder: {folder}")
+        say(f"{JOB_STARTS}{folder}")
         return _watch(config, nodes, head, folder, say)
 
 
@@ -134,7 +135,7 @@ def _follow(job: "_Job", logs: LogCollector, nodes: list[Node], folder: Path, sa
         job.stop()
     logs.finish(lost)
     outcome = EXIT_NODE_LOST if lost and code != 0 else 128 + stopped[0] if code is None else code
-    say(f"the job ended with exit code {outcome}; its output: {folder}/job.log, Ray's logs: {folder}/nodes")
+    say(f"{JOB_ENDED}{outcome}; its output: {folder}/job.log, Ray's logs: {folder}/nodes")
     return outcome
 
 

@@ -1,6 +1,8 @@
 """A launcher's plan as data: a dry run prints it, a launch executes it."""
 
 import json
+import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,14 +14,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from qarl_nemo.cluster.config import ClusterConfig
+from qarl_nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConfig
 from qarl_nemo.cluster.secrets import caller_values
 from qarl_nemo.config import ConfigError
 
 CLI = ("-m", "qarl_nemo.cluster")
-# How long the head may take to notice a lost node and to collect logs.
+# How long the head of a running job may take to notice a lost node and to collect logs.
 HEAD_ENDS_WITHIN_S = 300.0
 WORKER_ENDS_WITHIN_S = 30.0
+# What the job's watch says, and how the launcher, who sees nothing but its lines, tells a job's end from a head's.
+JOB_STARTS = "run folder: "
+JOB_ENDED = "the job ended with exit code "
+_TIME = r"\[\d\d:\d\d:\d\d\] "
+_HIGHEST_SIGNAL = 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,8 @@ class Plan:
         """Run the plan.
 
         Returns:
-            0, or the exit code of the step that failed; of nodes run together, the head's.
+            0, or the exit code of the step that failed. Of nodes run together the job's, or if it has none, 128 + n
+            for a head that signal n stopped, `EXIT_UNHEALTHY` before the job was started and `EXIT_NODE_LOST` after.
 
         Raises:
             ConfigError: programs that the plan runs are not installed here, or variables it needs are not set; all are
@@ -105,16 +113,7 @@ def _run_together(steps: Sequence[Step]) -> int:
     nodes = [_RunningNode(step) for step in steps]
     head, workers = nodes[0], nodes[1:]
     try:
-        deadline = None
-        while head.process.poll() is None:
-            for worker in workers:
-                if worker.process.poll() is not None and not worker.reported:
-                    worker.report()
-                    deadline = deadline or time.monotonic() + HEAD_ENDS_WITHIN_S
-            if deadline and time.monotonic() > deadline:
-                print("ERROR: the head did not end by itself after it lost a node; closing it", file=sys.stderr)
-                break
-            time.sleep(0.5)
+        ended = _follow(head, workers)
     finally:
         # The head ends first: it stops the job and collects logs from workers, which must still run.
         head.close(HEAD_ENDS_WITHIN_S)
@@ -122,14 +121,43 @@ def _run_together(steps: Sequence[Step]) -> int:
             worker.release()
         for worker in workers:
             worker.close(WORKER_ENDS_WITHIN_S)
-    return head.process.returncode
+    if ended:
+        return head.outcome()
+    return EXIT_NODE_LOST if head.started else EXIT_UNHEALTHY
+
+
+def _follow(head: "_RunningNode", workers: Sequence["_RunningNode"]) -> bool:
+    """Wait for the head, and report workers that end before it.
+
+    Returns:
+        Whether the head ended by itself; otherwise it waits in vain for workers that are gone.
+    """
+    deadline = math.inf
+    while head.process.poll() is None:
+        for worker in workers:
+            if worker.process.poll() is not None and not worker.reported:
+                worker.report()
+                # Before the job starts the head waits for every node, so one that failed decides. A worker ends with 0
+                # because its head has ended, whose own connection may close a little later.
+                patience = WORKER_ENDS_WITHIN_S if worker.process.returncode == 0 else 0.0
+                deadline = min(deadline, time.monotonic() + (HEAD_ENDS_WITHIN_S if head.started else patience))
+        if time.monotonic() >= deadline:
+            gone = ", ".join(worker.step.title for worker in workers if worker.reported)
+            why = f"the head did not end by itself in {HEAD_ENDS_WITHIN_S:g} s after it lost {gone}; closing it"
+            if not head.started:
+                why = f"{gone} ended before the job, which needs all {len(workers) + 1} nodes, was started; closing all"
+            print(f"ERROR: {why}", file=sys.stderr)
+            return False
+        time.sleep(0.5)
+    return True
 
 
 class _RunningNode:
     """A node's connection, its output shown with its name in front."""
 
     def __init__(self, step: Step) -> None:
-        self.step, self.reported = step, False
+        self.step, self.reported, self.started = step, False, False
+        self._job_code: int | None = None
         self.process = subprocess.Popen(
             step.command,
             stdin=subprocess.PIPE,
@@ -156,6 +184,20 @@ class _RunningNode:
         words = "".join(f"\n    {line}" for line in self._last)
         print(f"ERROR: {self.step.title} ended with exit code {self.process.returncode}:{words}", file=sys.stderr)
 
+    def outcome(self) -> int:
+        """Return what a launch ends with when its head has ended, and report an end that nothing explains."""
+        code = self.process.returncode
+        told = (EXIT_UNHEALTHY, EXIT_NODE_LOST)
+        if self._job_code is not None:
+            # Another code is that of a connection which broke after the job had ended.
+            return code if code in told else self._job_code
+        stopped = 128 < code <= 128 + _HIGHEST_SIGNAL
+        if not self.started and (code in told or stopped):
+            return code
+        if code not in told:
+            self.report()
+        return EXIT_NODE_LOST if self.started else EXIT_UNHEALTHY
+
     def release(self) -> None:
         """Close the node's standard input, which tells it to end."""
         with suppress(BrokenPipeError):
@@ -175,4 +217,7 @@ class _RunningNode:
         name = self.step.title.split()[-1]
         for line in self.process.stdout:
             self._last.append(line.rstrip())
+            self.started = self.started or re.match(_TIME + JOB_STARTS, line) is not None
+            if ended := re.match(_TIME + JOB_ENDED + r"(\d+)", line):
+                self._job_code = int(ended[1])
             print(f"[{name}] {line}", end="", flush=True)

@@ -1,12 +1,13 @@
 """The plan for Slurm: one `sbatch` of our own script, or of NeMo-RL's `ray.sub` with our checks and watch as job."""
 
+import math
 import shlex
 
 from qarl_nemo.cluster.config import ClusterConfig, ContainerConfig, SlurmLauncher
 from qarl_nemo.cluster.plan import Plan, Step, node_line
 
-# How long other tasks may go on after the first one has ended: when a worker is lost, the head still collects logs.
-_OTHERS_END_WITHIN_S = 300
+# How long the head may take to end once it knows that a worker is lost: it stops the job and collects logs.
+_HEAD_ENDS_WITHIN_S = 300
 
 
 def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
@@ -38,8 +39,10 @@ def slurm_plan(config: ClusterConfig, launcher: SlurmLauncher) -> Plan:
 def _batch_script(config: ClusterConfig) -> str:
     """Write a bash script that needs nothing but Slurm: one task for each node; the first node is the head."""
     line = node_line(config, ["node", "slurm", "--head-address", '"$1"'])
-    # The head's watch reports a lost node and keeps the logs, so Slurm must not end the step at once.
-    srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={_OTHERS_END_WITHIN_S}", "--label"]
+    # The head's watch reports a lost node and keeps the logs, so Slurm must not end the step at once, and not before
+    # the head could have said which node never joined or did not answer.
+    wait_s = math.ceil(config.health.join_timeout_s + config.health.check_timeout_s) + _HEAD_ENDS_WITHIN_S
+    srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait_s}", "--label"]
     srun += _in_pyxis(config.container, config) if config.container else []
     return "\n".join(
         [

@@ -315,27 +315,6 @@ def test_steps_stop_at_the_first_that_fails(tmp_path, capfd):
     assert not made.exists()
 
 
-def test_nodes_run_together_end_with_the_head_and_show_whose_words_are_whose(tmp_path, capfd):
-    ended = tmp_path / "ended"
-    worker = f"read -r config; echo got $config; cat; echo > {ended}"
-    steps = (
-        Step("head a", ("bash", "-c", "read -r config; sleep 1; exit 5"), "{}"),
-        Step("worker b", ("bash", "-c", worker), "{}"),
-    )
-    assert Plan(steps, together=True).execute() == 5
-    assert "[b] got {}" in capfd.readouterr().out
-    assert ended.exists()  # its standard input was closed, and it ended by itself
-
-
-def test_a_node_that_ends_early_is_reported_with_its_last_words(capfd):
-    steps = (
-        Step("head a", ("bash", "-c", "sleep 2; exit 4")),
-        Step("worker b", ("bash", "-c", "echo no Ray here; exit 9")),
-    )
-    assert Plan(steps, together=True).execute() == 4
-    assert "worker b ended with exit code 9:\n    no Ray here" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("written", ["3", "3.10", "0x1F", "1_000", "-.5", "1e-5", "1E22", "'08'", "&a 3.10"])
 def test_env_holds_numbers_as_they_are_written(tmp_path, written):
     file, base = tmp_path / "a.yaml", ROOT / "docker" / "clusters" / "slurm.yaml"
