@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="a.b=c", help="change keys of the config")
     for command in (check, run):
         command.add_argument("--address", help="host:port of Ray's head; default: this machine's cluster")
+    # A pipe of the head's node, which has to know whether a Ray that ended took the job with it.
+    run.add_argument("--tell-checked", type=int, help=argparse.SUPPRESS)
     manifest = commands.add_parser("manifest", help="print the Kubernetes objects alone, for other ways to apply them")
     manifest.add_argument("config", help="a YAML with launcher.type=kubernetes")
     manifest.add_argument("overrides", nargs="*", metavar="a.b=c")
@@ -109,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     _require_ray()
     from qarl_nemo.cluster.job import run  # imports Ray, which a dry run does not need
 
-    return run(_read(args), args.address)
+    return run(_read(args), args.address, args.tell_checked)
 
 
 def _node(args: argparse.Namespace) -> int:
