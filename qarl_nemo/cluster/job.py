@@ -18,7 +18,7 @@ from qarl_nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConf
 from qarl_nemo.cluster.health import check
 from qarl_nemo.cluster.logs import LogCollector
 from qarl_nemo.cluster.nodes import Node, lost_nodes
-from qarl_nemo.cluster.plan import JOB_ENDED, JOB_STARTS
+from qarl_nemo.cluster.plan import JOB_ENDED, JOB_STARTS, shell_code
 
 STOP_WITHIN_S = 30.0
 POLL_S = 2.0
@@ -197,11 +197,12 @@ class _Job:
                         sink.flush()
 
     def code(self) -> int | None:
-        """Return the exit code of a job that ended."""
+        """Return the exit code of a job that ended, 128 + n if signal n ended it."""
         code = self._process.poll()
-        if code is not None:
-            self._output.join(timeout=STOP_WITHIN_S)
-        return code
+        if code is None:
+            return None
+        self._output.join(timeout=STOP_WITHIN_S)
+        return shell_code(code)
 
     def stop(self) -> None:
         """End the job and all its processes, by force if they do not stop; nothing happens if all have ended."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qarl_nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConfig
-from qarl_nemo.cluster.plan import CLI
+from qarl_nemo.cluster.plan import CLI, shell_code
 
 POLL_S = 0.5
 STOP_WITHIN_S = 15.0
@@ -90,7 +90,7 @@ class _Started:
         code = self.job.poll() if self.job else None
         if code is None or code == -signal.SIGABRT:
             return None
-        code = code if code >= 0 else 128 - code
+        code = shell_code(code)
         return code if self.checked() or code > 128 else EXIT_UNHEALTHY
 
     def code_of_stopped(self, stop: _StopError) -> int:

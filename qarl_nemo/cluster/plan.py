@@ -99,13 +99,19 @@ def node_line(config: ClusterConfig, arguments: Sequence[str]) -> str:
     return " && ".join([f"cd {shlex.quote(config.workdir)}", *setup, f"exec {program} {' '.join(arguments)}"])
 
 
+def shell_code(code: int) -> int:
+    """Return a process's exit code as a shell gives it: 128 + n for signal n, where Python says -n."""
+    return code if code >= 0 else 128 - code
+
+
 def _run_in_order(steps: Sequence[Step]) -> int:
     for step in steps:
         print(f"{step.title}: {shlex.join(step.command)}", flush=True)
         done = subprocess.run(step.command, input=step.stdin, text=True, check=False)
         if done.returncode:
-            print(f"ERROR: {step.title} failed with exit code {done.returncode}", file=sys.stderr)
-            return done.returncode
+            code = shell_code(done.returncode)
+            print(f"ERROR: {step.title} failed with exit code {code}", file=sys.stderr)
+            return code
     return 0
 
 
@@ -182,7 +188,10 @@ class _RunningNode:
         self.reported = True
         self._reader.join(timeout=5)
         words = "".join(f"\n    {line}" for line in self._last)
-        print(f"ERROR: {self.step.title} ended with exit code {self.process.returncode}:{words}", file=sys.stderr)
+        print(
+            f"ERROR: {self.step.title} ended with exit code {shell_code(self.process.returncode)}:{words}",
+            file=sys.stderr,
+        )
 
     def outcome(self) -> int:
         """Return what a launch ends with when its head has ended, and report an end that nothing explains."""

@@ -112,6 +112,18 @@ def test_a_watch_leaves_nothing_of_its_job_however_it_ends(monkeypatch, tmp_path
     assert not alive(started[0]._process.pid)
 
 
+def test_a_job_that_a_signal_ended_has_a_shells_exit_code(monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr(job, "lost_nodes", lambda _: {})
+    monkeypatch.setattr(job, "POLL_S", 0.05)
+    monkeypatch.setattr(job, "VERDICT_WITHIN_S", 0.0)
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(job, "LogCollector", lambda *_: SimpleNamespace(poll=lambda: None, finish=lambda _: None))
+    config = SimpleNamespace(command="kill -9 $$", workdir=tmp_path, log_period_s=1.0)
+    assert job._watch(config, [], "head:1", tmp_path, said.append) == 137
+    assert said[-1].startswith("the job ended with exit code 137; ")
+
+
 def alive(session):
     """Whether a process of a session runs; what nobody has waited for yet does not."""
     for file in Path("/proc").glob("[0-9]*/stat"):

@@ -307,6 +307,11 @@ def test_missing_programs_are_named_before_the_first_step():
         absent.execute()
 
 
+def test_a_step_that_a_signal_ended_has_a_shells_exit_code(capfd):
+    assert Plan((Step("broken", ("bash", "-c", "kill -9 $$")),)).execute() == 137
+    assert "broken failed with exit code 137" in capfd.readouterr().err
+
+
 def test_steps_stop_at_the_first_that_fails(tmp_path, capfd):
     made = tmp_path / "made"
     steps = (Step("fine", ("true",)), Step("broken", ("bash", "-c", "exit 7")), Step("never", ("mkdir", str(made))))
