@@ -86,17 +86,19 @@ class Plan:
 
 
 def node_line(config: ClusterConfig, arguments: Sequence[str]) -> str:
-    """Compose the shell line a node runs: setup, then our command line in the working directory.
+    """Compose the shell line a node runs in the working directory: setup, up to its first failure, our command line.
 
     Args:
         config: the cluster run.
         arguments: our command line's words; they may be `"$1"` and the like, so they are not quoted here.
     """
+    enter = f"cd {shlex.quote(config.workdir)}"
+    program = f"exec {shlex.join([*shlex.split(config.python), *CLI])} {' '.join(arguments)}"
+    if not config.setup.strip():
+        return f"{enter} && {program}"
     # In braces, and with a line's end: setup may have several lines or commands, and end in a comment. What is on
-    # standard input is the node's.
-    setup = [f"{{ {config.setup.strip()}\n}} </dev/null"] if config.setup.strip() else []
-    program = shlex.join([*shlex.split(config.python), *CLI])
-    return " && ".join([f"cd {shlex.quote(config.workdir)}", *setup, f"exec {program} {' '.join(arguments)}"])
+    # standard input is the node's. In no list of && or ||, where `set -e` has no effect.
+    return f"{enter} || exit; set -e; {{ {config.setup.strip()}\n}} </dev/null; set +e; {program}"
 
 
 def shell_code(code: int) -> int:

@@ -98,6 +98,27 @@ def test_a_node_sets_itself_up_in_any_number_of_commands(setup, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
 
 
+@pytest.mark.parametrize(
+    ("setup", "code", "printed"),
+    [
+        ("false\necho on", 1, ""),
+        ("echo one; (exit 7); echo on", 7, "one\n"),
+        ("cd /no/such/folder\ntrue", 1, ""),
+        ("false || true\necho on", 0, "on\nRAN"),
+        ("set +e; false; echo on", 0, "on\nRAN"),
+        ("set -u", 0, "RAN"),
+    ],
+)
+def test_a_setup_ends_at_the_first_failure_that_it_does_not_tolerate(setup, code, printed, tmp_path):
+    changes = {"setup": setup, "python": "bash -c 'echo RAN; false; exit 0'", "workdir": str(tmp_path)}
+    line = node_line(example("hosts").model_copy(update=changes), ["node"])
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.rstrip()) == (code, printed.rstrip()), done.stderr
+    gone = node_line(example("hosts").model_copy(update=changes | {"workdir": "/no/such/folder"}), ["node"])
+    done = subprocess.run(["bash", "-c", gone], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
 def test_a_setup_that_reads_leaves_the_node_its_config(tmp_path):
     # As ssh and srun do, whatever they are asked to run.
     changes = {"setup": "export READ=yes; cat >/dev/null", "python": "bash -c 'echo $READ; cat'"}
