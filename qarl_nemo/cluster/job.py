@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,9 +21,12 @@ from qarl_nemo.cluster.health import check
 from qarl_nemo.cluster.logs import LogCollector
 from qarl_nemo.cluster.nodes import Node, lost_nodes
 from qarl_nemo.cluster.plan import JOB_ENDED, JOB_STARTS, shell_code
+from qarl_nemo.config import ConfigError
 
 STOP_WITHIN_S = 30.0
 POLL_S = 2.0
+# A cluster that is asked for its health runs already, so that nobody has to wait for it as for nodes that start.
+ANSWERS_WITHIN_S = 30.0
 # The job may fail over a dead node before Ray has declared it dead.
 VERDICT_WITHIN_S = 30.0
 _PR_SET_PDEATHSIG = 1
@@ -40,10 +45,11 @@ def run(config: ClusterConfig, address: str | None = None, tell_checked: int | N
         if it was told to stop.
 
     Raises:
+        ConfigError: the address is no host and port.
         ClusterError: there is no cluster.
     """
     os.environ.update(config.env)
-    with connected(address) as head:
+    with connected(address, config.health.join_timeout_s) as head:
         folder = Path(config.log_dir) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")[:-3]
         say = _Reporter(folder)
         try:
@@ -69,27 +75,31 @@ def check_only(config: ClusterConfig, address: str | None = None) -> int:
         0.
 
     Raises:
+        ConfigError: the address is no host and port.
         ClusterError: there is no cluster, it is incomplete or not healthy; lists every problem.
     """
     os.environ.update(config.env)
-    with connected(address):
+    with connected(address, config.health.join_timeout_s):
         check(config, _passed_on(), print)
     return 0
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[str]:
+def connected(address: str | None, within_s: float) -> Iterator[str]:
     """Join a running Ray cluster.
 
     Args:
         address: address of its head; None takes RAY_ADDRESS or the cluster of this machine.
+        within_s: how long the head may take to answer, if that is less than `ANSWERS_WITHIN_S`.
 
     Yields:
         The head's address.
 
     Raises:
+        ConfigError: the address is no host and port.
         ClusterError: there is no cluster.
     """
+    _knock(address, min(within_s, ANSWERS_WITHIN_S))
     try:
         context = ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
@@ -99,6 +109,25 @@ def connected(address: str | None) -> Iterator[str]:
         yield context.address_info["gcs_address"]
     finally:
         ray.shutdown()
+
+
+def _knock(address: str | None, within_s: float) -> None:
+    """Raise unless something listens at the head's address: Ray itself takes minutes to give up."""
+    where = address if address is not None else os.environ.get("RAY_ADDRESS", "")
+    given = re.fullmatch(r"\[?([^\s/]+?)\]?:(\d{1,5})", where)
+    if given is None or not 0 < int(given[2]) < 65536:
+        if address is not None:
+            raise ConfigError(f"--address {address}: expected host:port of Ray's head, such as 10.0.0.1:6379")
+        return  # Ray knows other forms of RAY_ADDRESS, and how to find this machine's cluster
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection((given[1], int(given[2])), timeout=within_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(f"no Ray cluster at {where}: nothing answers there ({error})") from error
+        time.sleep(min(0.5, within_s))
 
 
 def _passed_on() -> dict[str, str]:
