@@ -12,6 +12,7 @@ from torch import Tensor
 from qarl_formats import BASELINE
 from qarl_kernels import QuantFormat, get_format, largest, quantize_weight, unfit_values
 from qarl_nemo.checkpoints.plan import PlannedTensor
+from qarl_nemo.checkpoints.reader import DTYPES
 
 # A multiple of every block of rows that shares a scale; temporaries of this few rows stay in a core's cache.
 _ROWS_AT_ONCE = 256
@@ -86,13 +87,13 @@ class TensorConverter:
 def _convert_tensor(
     weight: Tensor, tensor: PlannedTensor, fmt: QuantFormat, device: str, amax: Tensor | None = None
 ) -> ConvertedTensor:
-    """Return a weight as the output holds it: `quantize_weight(weight)`, or the weight itself; or why it cannot be."""
+    """Return a weight as the output holds it: `quantize_weight(weight)`, or its numbers; or why it cannot be."""
     name = tensor.info.name
     problem = unfit_values(weight, fmt if tensor.quantized else _COPIED, name)
     if problem is not None:
         return ConvertedTensor(tensor, {}, problem)
     if not tensor.quantized:
-        return ConvertedTensor(tensor, {name: weight})
+        return ConvertedTensor(tensor, {name: weight.to(DTYPES[tensor.dtype])})
     module = name.removesuffix(".weight")
     blocks = weight.split(_ROWS_AT_ONCE) if device == "cpu" else (weight.to(device),)
     amax = None if amax is None else amax.to(device)

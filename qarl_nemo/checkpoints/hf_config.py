@@ -55,7 +55,7 @@ def record_rows(plan: QuantizePlan) -> list[dict[str, Any]]:
             "name": tensor.info.name,
             "kind": tensor.kind,
             "shape": list(tensor.info.shape),
-            "format": plan.fmt.name if tensor.quantized else tensor.info.dtype.lower(),
+            "format": plan.fmt.name if tensor.quantized else tensor.dtype.lower(),
             "quantized": tensor.quantized,
             "reason": tensor.reason,
         }

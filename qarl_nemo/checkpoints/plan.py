@@ -42,10 +42,12 @@ class PlannedTensor:
     Attributes:
         info: the source tensor.
         kind: target or other kind of the module that owns it.
-        quantized: whether it is stored in the plan's format; copied bit for bit otherwise.
+        quantized: whether it is stored in the plan's format; else its numbers are, in `dtype`.
         reason: why.
         shape: its shape in the output.
         num_bytes: size in the output, scales included.
+        dtype: safetensors' name of the dtype in which a tensor that is not quantized is stored: the source's, of which
+            every bit is copied, or BF16 where the whole output is.
         fused: the other source tensors with which it shares a scale, if the format has one for weights that engines
             fuse.
     """
@@ -56,6 +58,7 @@ class PlannedTensor:
     reason: str
     shape: tuple[int, ...]
     num_bytes: int
+    dtype: str
     fused: tuple[TensorInfo, ...] = ()
 
 
@@ -250,8 +253,10 @@ def _plan_tensor(
     elif not fmt.is_quantized:
         reason = f"format {fmt.name} quantizes nothing"
     else:
-        return PlannedTensor(info, kind, True, f"target {target}", shape, stored_bytes(shape, fmt), fused)
-    return PlannedTensor(info, kind, False, reason, shape, replace(info, shape=shape).num_bytes)
+        return PlannedTensor(info, kind, True, f"target {target}", shape, stored_bytes(shape, fmt), info.dtype, fused)
+    # config.json will say bfloat16, and an output without a format has nothing else to go by.
+    stored = replace(info, shape=shape, dtype=info.dtype if fmt.is_quantized else "BF16")
+    return PlannedTensor(info, kind, False, reason, shape, stored.num_bytes, stored.dtype)
 
 
 def _into_shards(tensors: list[PlannedTensor], max_shard_bytes: int) -> tuple[PlannedShard, ...]:

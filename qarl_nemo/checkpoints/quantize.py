@@ -98,7 +98,7 @@ def quantize_checkpoint(
     Args:
         source: Hugging Face safetensors folder, or a checkpoint that `open_checkpoint` or `open_megatron` returned.
         destination: folder to create.
-        fmt: format of the quantized tensors; bf16 copies.
+        fmt: format of the quantized tensors; bf16 quantizes none, and rounds every tensor to BF16.
         targets: what to quantize, out of `qarl_nemo.names.TARGETS`.
         max_shard_bytes: limit of one output file.
         split_channels: see `plan_quantization`.

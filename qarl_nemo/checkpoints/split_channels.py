@@ -146,7 +146,8 @@ class ChannelSplitter:
             kind: what the module that owns it is.
 
         Returns:
-            The tensor, of `Splitting.shape`; split columns that are shifted in FP32. One with NaN or Inf as it is.
+            The tensor, of `Splitting.shape`; split columns that are shifted in FP32, and in BF16 where nothing is
+            quantized. One with NaN or Inf as it is.
         """
         info = self._infos[name]
         weight = self._reader.read(info)
@@ -156,15 +157,19 @@ class ChannelSplitter:
         if unfit_values(weight, get_format(BASELINE), name):
             # It is refused next, with the shape and the place that it has in the source.
             return weight
-        order = self._order_of(down, kind)
+        weight, order = self._rounded(weight), self._order_of(down, kind)
         return split_columns(weight, order, self._format) if name.endswith(_DOWN) else weight[order]
 
     def _order_of(self, down: str, kind: str) -> Tensor:
         if down != self._down:
             before, after = self._splitting.widths[kind]
-            weight = self._reader.read(self._infos[down])
+            weight = self._rounded(self._reader.read(self._infos[down]))
             self._down, self._order = down, channel_order(weight, after - before, _group_size(self._format))
         return self._order
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        # Rounded afterwards, halves of FP16 or FP32 need not add up to what the whole is rounded to.
+        return weight if self._format.is_quantized else weight.to(torch.bfloat16)
 
 
 def channel_order(down: Tensor, num_split: int, group_size: int) -> Tensor:

@@ -5,11 +5,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from qarl_kernels import get_format
-from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from qarl_nemo.checkpoints import open_megatron
 from support.needs import MEGATRON
 from support.programs import run_program
 
@@ -50,11 +49,13 @@ def save_models(*jobs):
 
 
 def convert(source, destination, **changes):
-    """Convert to BF16's path, which copies FP32 as it is; return the tensors."""
-    hf = destination.with_name(destination.name + "-hf")
-    Qwen3MoeConfig.from_dict(CONFIG.to_dict() | changes).save_pretrained(hf)
-    quantize_checkpoint(open_megatron(source, hf), destination, get_format("bf16"), ["experts"])
-    return load_file(destination / "model-00001-of-00001.safetensors")
+    """Read a checkpoint under Hugging Face's names, and save and return its tensors in FP32, as they are."""
+    Qwen3MoeConfig.from_dict(CONFIG.to_dict() | changes).save_pretrained(destination)
+    checkpoint = open_megatron(source, destination)
+    with checkpoint.open_reader() as reader:
+        tensors = {info.name: reader.read(info).clone() for info in checkpoint.tensors}
+    save_file(tensors, destination / "model.safetensors", {"format": "pt"})
+    return tensors
 
 
 def logits_gap(folder, expected, *, exchange=False):

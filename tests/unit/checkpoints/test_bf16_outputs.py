@@ -1,0 +1,62 @@
+"""`--format bf16`: every tensor in the dtype that config.json says, whatever the source's is."""
+
+import json
+
+import pytest
+import torch
+
+from qarl_kernels import get_format
+from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from qarl_nemo.checkpoints.split_channels import channel_order
+from support.megatron.files import Layout, write_megatron
+from support.whole_models import DENSE, tensors_of
+
+BF16 = get_format("bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.bfloat16])
+def test_every_tensor_is_rounded_to_what_config_json_says(dtype, make_source, tmp_path, read_all):
+    weights = tensors_of(DENSE, dtype)
+    folder = make_source(weights, DENSE | {"dtype": "float32"})
+    report = quantize_checkpoint(folder, tmp_path / "out", BF16, ["mlp"])
+    found = read_all(tmp_path / "out")
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(weights, torch.bfloat16)
+    assert all(torch.equal(found[name], weights[name].bfloat16()) for name in weights)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert report.plan.num_bytes == 2 * sum(weight.numel() for weight in weights.values())
+    assert {row["format"] for row in report.rows} == {"bf16"}
+
+
+def test_a_quantized_output_copies_what_is_no_target(make_source, tmp_path, read_all):
+    weights = tensors_of(DENSE, torch.float32)
+    report = quantize_checkpoint(make_source(weights, DENSE), tmp_path / "out", get_format("w4a16"), ["mlp"])
+    found = read_all(tmp_path / "out")
+    copied = [row["name"] for row in report.rows if not row["quantized"]]
+    assert all(torch.equal(found[name], weights[name]) for name in copied)
+    assert {row["format"] for row in report.rows} == {"f32", "w4a16"}
+
+
+def test_a_converted_checkpoint_is_rounded_too(tmp_path, models, read_all):
+    hf, _ = models["qwen3"]
+    config = json.loads((hf / "config.json").read_text())
+    weights = tensors_of(config, torch.float32)
+    source = write_megatron(tmp_path / "megatron", weights, config, Layout())
+    quantize_checkpoint(open_megatron(source, hf), tmp_path / "out", BF16, ["mlp"])
+    found = read_all(tmp_path / "out")
+    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_split_halves_add_up_to_the_rounded_weight(dtype, make_source, tmp_path, read_all):
+    weights = tensors_of(DENSE, dtype)
+    down = "model.layers.1.mlp.down_proj.weight"
+    # The smallest numbers of FP16, of which some have no half in it.
+    weights[down] = (weights[down] * (2.0**-22 if dtype == torch.float16 else 1)).to(dtype)
+    folder = make_source(weights, DENSE)
+    quantize_checkpoint(folder, tmp_path / "out", BF16, ["mlp"], split_channels=0.1)
+    found, whole = read_all(tmp_path / "out"), weights[down].bfloat16()
+    order = channel_order(whole, 128, 128)
+    assert found[down].dtype == torch.bfloat16
+    assert torch.equal(torch.zeros(256, 256).index_add_(1, order, found[down].float()), whole.float())
+    up = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(found[up], weights[up].bfloat16()[order])
