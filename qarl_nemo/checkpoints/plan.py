@@ -139,7 +139,7 @@ def plan_quantization(
     Args:
         checkpoint: the source, from `open_checkpoint`.
         fmt: format of the quantized tensors.
-        targets: what to quantize, out of `names.TARGETS`.
+        targets: what to quantize or split, out of `names.TARGETS`.
         max_shard_bytes: limit of one output file.
         split_channels: least share of the inner channels of targeted MLPs that become pairs; None: none.
 
@@ -156,10 +156,13 @@ def plan_quantization(
     problems += quantized or content_problems(checkpoint.tensors, architecture)
     splitting = None if split_channels is None else _splitting(split_channels, architecture, fmt, targets, problems)
     problems += _tensor_problems(checkpoint, fmt, targets, splitting)
-    problems += [] if quantized else _target_problems(checkpoint, targets)
+    # Nothing else depends on the targets of a conversion that neither quantizes nor splits.
+    needed = not quantized and (fmt.is_quantized or split_channels is not None)
+    problems += _target_problems(checkpoint, targets) if needed else []
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise ValueError(f"cannot quantize {checkpoint.folder} to {fmt.name}:\n{listed}")
+        verb = "quantize" if fmt.is_quantized else "convert"
+        raise ValueError(f"cannot {verb} {checkpoint.folder} to {fmt.name}:\n{listed}")
     fused = _fused(checkpoint) if fmt.tensor_scaled else {}
     tensors = [_plan_tensor(info, fmt, targets, splitting, fused.get(info.name, ())) for info in checkpoint.tensors]
     shards = _into_shards(tensors, max_shard_bytes)
@@ -248,10 +251,10 @@ def _plan_tensor(
 ) -> PlannedTensor:
     kind = names.tensor_kind(info.name)
     target, shape = names.target_of(info.name), _shape(info, splitting)
-    if target not in targets:
-        reason = _KEPT.get(kind) or ("not a target" if target else "not a weight matrix")
-    elif not fmt.is_quantized:
+    if target and not fmt.is_quantized:
         reason = f"format {fmt.name} quantizes nothing"
+    elif target not in targets:
+        reason = _KEPT.get(kind) or ("not a target" if target else "not a weight matrix")
     else:
         return PlannedTensor(info, kind, True, f"target {target}", shape, stored_bytes(shape, fmt), info.dtype, fused)
     # config.json will say bfloat16, and an output without a format has nothing else to go by.

@@ -7,9 +7,10 @@ import torch
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from qarl_nemo.checkpoints.plan import plan_quantization
 from qarl_nemo.checkpoints.split_channels import channel_order
 from support.megatron.files import Layout, write_megatron
-from support.whole_models import DENSE, tensors_of
+from support.whole_models import DENSE, SPARSE, checkpoint_of, tensors_of
 
 BF16 = get_format("bf16")
 
@@ -44,6 +45,17 @@ def test_a_converted_checkpoint_is_rounded_too(tmp_path, models, read_all):
     quantize_checkpoint(open_megatron(source, hf), tmp_path / "out", BF16, ["mlp"])
     found = read_all(tmp_path / "out")
     assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(("config", "targets"), [(DENSE, ["experts"]), (SPARSE, ["mlp"])], ids=["dense", "sparse"])
+def test_targets_that_a_model_has_not_are_no_problem_where_nothing_depends_on_them(config, targets):
+    planned = list(plan_quantization(checkpoint_of(config), BF16, targets).tensors)
+    linears = [tensor for tensor in planned if tensor.kind in ("experts", "attention", "mlp")]
+    assert {tensor.reason for tensor in linears} == {"format bf16 quantizes nothing"}
+    with pytest.raises(ValueError, match=r"cannot quantize .*\n.*targets that match no weight"):
+        plan_quantization(checkpoint_of(config), get_format("w4a16"), targets)
+    with pytest.raises(ValueError, match=r"cannot convert source to bf16:\n(.*\n)?.*targets that match no weight"):
+        plan_quantization(checkpoint_of(config), BF16, targets, split_channels=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
