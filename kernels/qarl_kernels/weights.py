@@ -13,7 +13,10 @@ from qarl_kernels.nested import narrow_tensor
 
 Weights = Tensor | Sequence[Tensor]
 """Weights [..., N, K], or E tensors [N, K] wherever they lie."""
-TOO_LARGE = "or magnitudes of 2^127 and more for integer codes, of 2^20 and more for nvfp4"
+TOO_LARGE = (
+    "or magnitudes beyond BF16's range of 3.39e38, to which weights are rounded, of 2^127 and more for integer "
+    "codes, of 2^20 and more for nvfp4"
+)
 
 
 def logical_shape(weight: Weights) -> tuple[int, ...]:
@@ -220,7 +223,8 @@ def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
         name: what to call the weight.
 
     Returns:
-        Name, shape, number of such values and the first one; None if there is none.
+        Name, shape, number of such values and the first one, and whether it becomes infinite in BF16; None if there is
+        none.
     """
     limit = _least_unfit(fmt)
     # The largest magnitude is NaN or too large exactly if some value is, and is found ten times as fast as all of them.
@@ -228,7 +232,9 @@ def unfit_values(weight: Tensor, fmt: QuantFormat, name: str) -> str | None:
         return None
     bad = (~(weight.to(torch.bfloat16).abs() < limit)).nonzero()
     first = bad[0].tolist()
-    return f"{name} {list(weight.shape)} ({len(bad)}, the first at index {first}: {weight[tuple(first)].item()})"
+    value = weight[tuple(first)]
+    beyond = ", beyond BF16's range" if value.isfinite() and value.to(torch.bfloat16).isinf() else ""
+    return f"{name} {list(weight.shape)} ({len(bad)}, the first at index {first}: {value.item()}{beyond})"
 
 
 def _least_unfit(fmt: QuantFormat) -> float:
@@ -250,7 +256,7 @@ def nonfinite_error(weights: list[str]) -> ValueError:
         weights: each weight's name and count.
     """
     return ValueError(
-        f"NaN or Inf in {len(weights)} weight(s) ({TOO_LARGE}), with the number of such values, or on a GPU of groups, "
-        f"rows or blocks that hold some: {', '.join(weights)}; "
+        f"NaN or Inf in {len(weights)} weight{'s' * (len(weights) != 1)} ({TOO_LARGE}), with the number of such "
+        f"values, or on a GPU of groups, rows or blocks that hold some: {', '.join(weights)}; "
         "a quantized copy would spread them over their whole groups"
     )

@@ -168,8 +168,8 @@ def _write_shards(
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ValueError(
-            f"NaN or Inf in {len(problems)} weights ({TOO_LARGE}), with the number of such values; repair the source "
-            f"and run again, finished shards are kept:\n{listed}"
+            f"NaN or Inf in {len(problems)} weight{'s' * (len(problems) != 1)} ({TOO_LARGE}), with the number of such "
+            f"values; repair the source and run again, finished shards are kept:\n{listed}"
         )
     return weight_map, num_resumed
 

@@ -58,6 +58,18 @@ def test_targets_that_a_model_has_not_are_no_problem_where_nothing_depends_on_th
         plan_quantization(checkpoint_of(config), BF16, targets, split_channels=0.1)
 
 
+@pytest.mark.parametrize("name", ["bf16", "w4a16"])
+def test_what_becomes_infinite_in_bf16_is_called_so(name, make_source, tmp_path):
+    weights = tensors_of(DENSE, torch.float32)
+    # The largest BF16 number is 3.3895e38.
+    weights["model.norm.weight"][3] = 3.4e38
+    named = r"in 1 weight \(or magnitudes beyond BF16's range of 3\.39e38, to which weights are rounded, "
+    with pytest.raises(ValueError, match=named) as error:
+        quantize_checkpoint(make_source(weights, DENSE), tmp_path / "out", get_format(name), ["mlp"])
+    assert "model.norm.weight [256] (1, the first at index [3]: 3.39" in str(error.value)
+    assert "e+38, beyond BF16's range)" in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_split_halves_add_up_to_the_rounded_weight(dtype, make_source, tmp_path, read_all):
     weights = tensors_of(DENSE, dtype)

@@ -292,7 +292,7 @@ def test_what_integer_codes_would_make_infinite_is_refused(make_source, tmp_path
     weights = tensors_of(DENSE)
     weights["model.norm.weight"][3] = weights["model.layers.1.self_attn.q_proj.weight"][0, 1] = 3.3e38
     folder = make_source(weights, DENSE)
-    with pytest.raises(ValueError, match=r"in 1 weights .* 2\^127") as error:
+    with pytest.raises(ValueError, match=r"in 1 weight \(.* 2\^127") as error:
         quantize_checkpoint(folder, tmp_path / "a", FORMATS["w4a16"], ["attention"])
     assert "q_proj.weight [256, 256] (1, the first at index [0, 1]: 3.29" in str(error.value)
     quantize_checkpoint(folder, tmp_path / "b", FORMATS["fp8_channel"], ["attention"])
