@@ -41,8 +41,8 @@ _FUSED = {
 
 
 def split_targets(text: str) -> list[str]:
-    """Return the names in `experts,attention`, as users write targets on a command line."""
-    return [target.strip() for target in text.split(",")]
+    """Return the names in `experts,attention`, as users write targets on a command line; none between two commas."""
+    return [target.strip() for target in text.split(",") if target.strip()]
 
 
 def check_targets(targets: Sequence[str]) -> tuple[str, ...]:
@@ -58,7 +58,9 @@ def check_targets(targets: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"targets must be a list, got the string {targets!r}; write [{targets}]")
     unknown = [str(target) for target in targets if target not in TARGETS]
     if unknown or not targets:
-        given = "unknown targets: " + ", ".join(unknown) if unknown else "no target given"
+        # An empty name would be seen without its quotes only as a comma too many.
+        shown = ", ".join(target if target.strip() else repr(target) for target in unknown)
+        given = f"unknown targets: {shown}" if unknown else "no target given"
         raise ValueError(f"{given}; legal: {', '.join(TARGETS)}")
     return tuple(target for target in TARGETS if target in targets)
 

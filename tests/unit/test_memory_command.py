@@ -111,7 +111,7 @@ def test_all_that_is_not_legal_is_named_at_once(qarl):
         "cache_gib=nan",
         "tokens=0",
         "--gpus: of a Megatron learner",
-        "unknown targets: ;",
+        "no target given; legal: experts, attention, mlp",
     ):
         assert printed.count(text) == 1, printed
 

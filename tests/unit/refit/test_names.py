@@ -11,6 +11,7 @@ from qarl_nemo.names import (
     natural_key,
     parameter_name,
     published_name,
+    split_targets,
     summarize_names,
     target_of,
     tensor_kind,
@@ -63,12 +64,21 @@ def test_classification(name, kind, target):
     assert target_of(name) == target
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("mlp,,attention", ["mlp", "attention"]), (" experts , ", ["experts"]), ("", []), (" ,", [])]
+)
+def test_no_target_stands_between_two_commas(text, expected):
+    assert split_targets(text) == expected
+
+
 def test_targets_are_canonical_and_unknown_ones_are_all_named():
     assert check_targets(["attention", "experts", "attention"]) == ("experts", "attention")
     with pytest.raises(ValueError, match="unknown targets: expert, router; legal: experts, attention, mlp"):
         check_targets(["expert", "mlp", "router"])
     with pytest.raises(ValueError, match="no target given; legal: experts, attention, mlp"):
         check_targets([])
+    with pytest.raises(ValueError, match="unknown targets: '', ' ', x; legal: experts, attention, mlp"):
+        check_targets(["", "mlp", " ", "x"])
     with pytest.raises(ValueError, match=re.escape("write [experts]")):
         check_targets("experts")
 
