@@ -143,7 +143,8 @@ def _number_problems(settings: RolloutSpeedSettings) -> list[str]:
 
 def _choice_problems(settings: RolloutSpeedSettings) -> list[str]:
     lists = {"format": settings.formats, "batch size": settings.batch_sizes, "target": settings.targets}
-    problems = [f"no {what} to measure" for what, values in lists.items() if not values]
+    legal = {"target": f"; legal: {', '.join(TARGETS)}"}
+    problems = [f"no {what} to measure{legal.get(what, '')}" for what, values in lists.items() if not values]
     for what, values in lists.items():
         twice = [str(value) for value in dict.fromkeys(values) if values.count(value) > 1]
         problems += [f"{what} {value} is named more than once" for value in twice]

@@ -93,6 +93,7 @@ def test_everything_wrong_is_listed_at_once(monkeypatch, tmp_path):
         ({"model": Path("nowhere")}, "nowhere: expected a model's config.json"),
         ({"model": Path("Qwen/Qwen3-0.6B")}, "hf download Qwen/Qwen3-0.6B"),
         ({"formats": ()}, "no format to measure"),
+        ({"targets": ()}, "no target to measure; legal: experts, attention, mlp"),
         ({"formats": ("w2a16",)}, "format w2a16 is served in the storage of w4a16, at its speed: measure w4a16"),
         (
             {"formats": ("w5a16",)},
