@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qarl_nemo.cli.options import settings_of
+from qarl_nemo.cli.options import FrozenBase, settings_of
 from qarl_nemo.cli.program import command
 from qarl_nemo.config.problems import attempt
 
@@ -47,6 +47,7 @@ def eval_(
     data: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH: a local copy, file or folder; repeat. Else the hub.")
     ] = None,
+    base: FrozenBase = None,
     engine: Annotated[str, typer.Option(help="vllm, packed (built in, any machine), or auto: vLLM on a GPU.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     precision: Annotated[

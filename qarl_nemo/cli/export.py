@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qarl_nemo.cli.options import Overwrite
+from qarl_nemo.cli.options import FrozenBase, Overwrite
 from qarl_nemo.cli.program import command
 
 
@@ -21,6 +21,7 @@ def export(
         bool,
         typer.Option(help="Of a quantized base, write what was served: it stays packed, adapters stay in the run."),
     ] = False,
+    base: FrozenBase = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Make one checkpoint of a run with LoRA or a quantized base: merged in BF16, or packed as it was served."""
@@ -34,7 +35,7 @@ def export(
     require_makeable(destination)
     if packed:
         with shard_progress() as show:
-            served = export_packed(run, destination, overwrite=overwrite, progress=show)
+            served = export_packed(run, destination, overwrite=overwrite, progress=show, base_folder=base)
         typer.echo(f"{destination}: packed as it was served\nserve it: {served}")
         if "--lora-modules" in served:
             typer.echo(
@@ -43,6 +44,8 @@ def export(
             )
         return
     with shard_progress() as show:
-        report = export_run(run, destination, dequantize=dequantize, overwrite=overwrite, progress=show)
+        report = export_run(
+            run, destination, dequantize=dequantize, overwrite=overwrite, progress=show, base_folder=base
+        )
     typer.echo(f"{report.destination}: {len(report.rows)} tensors in BF16, {readable_bytes(report.plan.num_bytes)}")
     typer.echo(f"serve it: vllm serve {shlex.quote(str(report.destination))}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -42,6 +43,9 @@ OwnWidth = Annotated[
 Targets = Annotated[str, typer.Option(help="Comma-separated: experts, attention, mlp.")]
 MaxShardBytes = Annotated[int, typer.Option(help="Largest output file, which bounds the memory.")]
 Device = Annotated[str, typer.Option(help="Where quantization runs: cpu or cuda.")]
+FrozenBase = Annotated[
+    Path | None, typer.Option(help="Where the base of a run with LoRA or a quantized base is now, if it was moved.")
+]
 Overwrite = Annotated[bool, typer.Option(help="Replace an earlier output of this command.")]
 
 

@@ -28,6 +28,7 @@ def export_run(
     dequantize: bool,
     overwrite: bool,
     progress: Callable[[QuantizeProgress], None],
+    base_folder: Path | None = None,
 ) -> QuantizeReport:
     """Merge a run's newest checkpoint into a BF16 checkpoint, tensor by tensor; a killed export goes on.
 
@@ -37,12 +38,13 @@ def export_run(
         dequantize: write the weights of a quantized base as the BF16 numbers that were executed.
         overwrite: replace an earlier output.
         progress: called after each tensor.
+        base_folder: see `read_run`.
 
     Raises:
         ValueError: the folder holds no run with a frozen base, or the base is quantized and `dequantize` was not given;
             the error says what quantizing the merged weights anew would change.
     """
-    base, training = read_run(run)
+    base, training = read_run(run, base_folder)
     if dequantize and not training.fmt.is_quantized:
         raise ValueError(f"the run {run} executed BF16 weights: leave --dequantize out")
     merged = merged_checkpoint(base, training)
@@ -55,11 +57,12 @@ def export_run(
     )
 
 
-def read_run(run: Path) -> tuple[Checkpoint, Training]:
+def read_run(run: Path, base_folder: Path | None = None) -> tuple[Checkpoint, Training]:
     """Read what a run trained, and find its base.
 
     Args:
         run: the run's folder.
+        base_folder: where its base is now; None for where it was.
 
     Returns:
         The base's table of contents, with the run's tokenizer if that has a chat template of its own, and the training.
@@ -75,7 +78,7 @@ def read_run(run: Path) -> tuple[Checkpoint, Training]:
     folder = checkpoint_dir(run, step) / "model"
     if not is_trained_alone(folder):
         raise FileError(f"the run {run} trained all weights: {folder} is a whole Hugging Face checkpoint already")
-    trained = FrozenRun.read(run, step)
+    trained = FrozenRun.read(run, step, base_folder)
     qarl, lora = trained.config.qarl, lora_settings(trained.config.policy.lora)
     adapters = _by_module(read_trained(folder / ADAPTER_FILE)) if lora else {}
     scaling = lora.alpha / lora.rank if lora else 1.0

@@ -30,7 +30,12 @@ _REPLACED = "replaced"
 
 
 def export_packed(
-    run: Path, destination: Path, *, overwrite: bool, progress: Callable[[QuantizeProgress], None]
+    run: Path,
+    destination: Path,
+    *,
+    overwrite: bool,
+    progress: Callable[[QuantizeProgress], None],
+    base_folder: Path | None = None,
 ) -> str:
     """Write the quantized base of a run with all that it trained beside adapters, such as norms.
 
@@ -39,6 +44,7 @@ def export_packed(
         destination: folder to create.
         overwrite: replace an earlier output.
         progress: called after each tensor that is quantized; a base that is quantized already is copied.
+        base_folder: see `read_run`.
 
     Returns:
         The command with which vLLM serves it, with the adapters of the run if it has any, or why it does not.
@@ -46,7 +52,7 @@ def export_packed(
     Raises:
         ValueError: the folder holds no run with a frozen base, or the base was executed in BF16.
     """
-    base, training = read_run(run)
+    base, training = read_run(run, base_folder)
     if not training.fmt.is_quantized:
         raise ValueError(f"the run {run} executed BF16 weights: leave --packed out")
     if Stored.of(base) is None:

@@ -6,9 +6,8 @@ from pathlib import Path
 from torch import Tensor
 
 from qarl_nemo.config import validate
-from qarl_nemo.files import FileError
 from qarl_nemo.names import expert_names, is_stacked_expert
-from qarl_nemo.train.base_files import require_same_base
+from qarl_nemo.train.base_files import find_base
 from qarl_nemo.train.checkpoint import RUN_CONFIG, checkpoint_dir
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.run_dir import read_run_config
@@ -31,24 +30,19 @@ class FrozenRun:
     folder: Path
 
     @classmethod
-    def read(cls, run: Path, step: int) -> "FrozenRun":
+    def read(cls, run: Path, step: int, base: Path | None = None) -> "FrozenRun":
         """Read a run's config.
 
         Args:
             run: the run's folder.
             step: which checkpoint.
+            base: where the base is now; None for where it was.
 
         Raises:
             FileError: the base is gone, or has changed.
         """
         config = validate(read_run_config(run), LocalConfig, source=str(run / RUN_CONFIG))
-        base = config.policy.model_path or run / BASE_FOLDER
-        if not base.is_dir():
-            raise FileError(
-                f"the run {run} trained on the frozen base {base}, and there is no such folder: put it back there; a "
-                "relative path is one from where the run was started"
-            )
-        require_same_base(run, base)
+        base = find_base(run, config.policy.model_path or run / BASE_FOLDER, base)
         policy = config.policy.model_copy(update={"model_path": base, "model_init": None})
         return cls(config.model_copy(update={"policy": policy}), base, checkpoint_dir(run, step) / "model")
 

@@ -1,5 +1,6 @@
 """`qarl eval` of runs on a frozen base: base, adapters and what was trained beside them are all served."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from qarl_nemo.measure.eval.settings import EvalSettings, prepare
 from qarl_nemo.measure.eval.vllm import VllmEngine, served_folder
 from qarl_nemo.measure.served import adapter_problems
 from qarl_nemo.train.aligned_model import align_model, lora_settings
+from qarl_nemo.train.base_files import hold_base
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.file_list import FILE_LIST, write_file_list
 from qarl_nemo.train.model import load_model, load_tokenizer
@@ -202,6 +204,20 @@ def test_answers_belong_to_what_was_trained_and_to_its_base(bases, tmp_path):
     shutil.rmtree(base)
     with pytest.raises(FileError, match=r"trained on the frozen base .*base, and there is no such folder"):
         find_model(tmp_path / "run")
+
+
+def test_a_base_that_was_moved_is_named(bases, tmp_path):
+    base = shutil.copytree(bases["w4a16"], tmp_path / "base")
+    run = learns_eight(tmp_path / "run", base, format="w4a16")
+    hold_base(run, base, new=True)
+    moved = base.rename(tmp_path / "moved")
+    assert find_model(run, moved).run.base == moved
+    settings = EvalSettings((run,), ("gsm8k",), tmp_path / "out.json", engine="packed", device="cpu", base=moved)
+    with pytest.raises(ValueError, match="1 problem") as error:
+        prepare(dataclasses.replace(settings, top_p=2.0))
+    assert "base" not in str(error.value)
+    with pytest.raises(ValueError, match=r"--base .*: none of the models is a run on a frozen base; leave it out"):
+        prepare(dataclasses.replace(settings, models=(moved,)))
 
 
 def test_adapters_that_vllm_does_not_serve_are_refused_with_the_engine_that_does(bases, tmp_path):

@@ -172,6 +172,17 @@ def trained_on_int8(tmp_path, change=lambda folder: None, **policy):
     return train(tmp_path / "run", policy=policy, qarl=qarl, grpo={"max_num_steps": 2})
 
 
+@pytest.mark.parametrize("options", [["--dequantize"], ["--packed"]])
+def test_a_base_that_was_moved_is_named(odd_rewards, tmp_path, options):
+    trained_on_int8(tmp_path)
+    run = tmp_path / "run"
+    (tmp_path / "int8").rename(tmp_path / "moved")
+    refused = export(run, tmp_path / "out", *options)
+    assert "or say where it is now with --base" in " ".join(refused.output.split())
+    found = export(run, tmp_path / "out", *options, "--base", str(tmp_path / "moved"))
+    assert found.exit_code == 0, found.output
+
+
 def interrupted_at(call):
     """Return an `os.replace` that Ctrl-C interrupts in this call."""
     calls, replace = itertools.count(1), os.replace

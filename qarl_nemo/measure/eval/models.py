@@ -66,11 +66,12 @@ class EvalModel:
         return f"{zlib.crc32(text.encode()):08x}"
 
 
-def find_model(path: Path) -> EvalModel:
+def find_model(path: Path, base: Path | None = None) -> EvalModel:
     """Say what a folder holds.
 
     Args:
         path: a Hugging Face checkpoint, quantized or not, or a run's folder, whose newest checkpoint is taken.
+        base: where the frozen base of a run is now; None for where it was.
 
     Returns:
         The model; a run's is served in the format of its rollouts.
@@ -81,7 +82,7 @@ def find_model(path: Path) -> EvalModel:
     if (path / CONFIG_FILE).is_file():
         return _checkpoint_model(path)
     if (path / RUN_CONFIG).is_file() and ((path / "checkpoints").is_dir() or (path / FACTS_FILE).is_file()):
-        return _run_model(path)
+        return _run_model(path, base)
     raise FileError(
         f"{path} is neither a Hugging Face checkpoint ({CONFIG_FILE}) nor a run of qarl train ({RUN_CONFIG} and "
         f"checkpoints/){folder_hint(path)}; Megatron checkpoints of NeMo-RL become one by qarl convert"
@@ -96,7 +97,7 @@ def _checkpoint_model(path: Path) -> EvalModel:
     return EvalModel(str(path), checkpoint, stored.format, stored.targets, quantized=True)
 
 
-def _run_model(path: Path) -> EvalModel:
+def _run_model(path: Path, base: Path | None) -> EvalModel:
     step = require_checkpoint(path)
     config, source = read_run_config(path), str(path / RUN_CONFIG)
     qarl = validate(config["qarl"], QarlConfig, source=source)
@@ -106,7 +107,7 @@ def _run_model(path: Path) -> EvalModel:
         prompts = prompts.model_copy(update={"chat_template": DEFAULT_TEMPLATE})
     served = qarl.served_at(step)
     folder = checkpoint_dir(path, step) / "model"
-    run = FrozenRun.read(path, step) if is_trained_alone(folder) else None
+    run = FrozenRun.read(path, step, base) if is_trained_alone(folder) else None
     checkpoint = open_checkpoint(run.base if run else folder)
     quantized = Stored.of(checkpoint) is not None
     targets = qarl.targets if served.is_quantized else ()

@@ -34,7 +34,7 @@ _BATCH_SIZES = {"packed": 32, "vllm": 256}
 _BATCHES_A_CHUNK = {"packed": 1, "vllm": 4}
 # Settings that may differ when an evaluation goes on: the other answers stay as they are.
 _FREE = (
-    *("models", "benchmarks", "output", "data", "gpu_memory_utilization", "tensor_parallel_size", "device"),
+    *("models", "benchmarks", "output", "data", "base", "gpu_memory_utilization", "tensor_parallel_size", "device"),
     # What they decide is compared answer by answer.
     *("prompt_file", "system_prompt", "prompts"),
 )
@@ -49,6 +49,7 @@ class EvalSettings:
         benchmarks: names of benchmarks.
         output: JSON file of the results; the answers are kept beside it.
         data: benchmark name -> local copy; the others come from the hub.
+        base: where the frozen base of the runs is now; None for where it was.
         engine: `vllm`, `packed`, or `auto` for vLLM where it runs.
         device: `cpu`, `cuda` or `auto`.
         precision: dtype of activations and unquantized parameters in the built-in sampler.
@@ -70,6 +71,7 @@ class EvalSettings:
     benchmarks: tuple[str, ...]
     output: Path
     data: dict[str, Path] = dataclasses.field(default_factory=dict)
+    base: Path | None = None
     engine: str = "auto"
     device: str = "auto"
     precision: str | None = None
@@ -160,7 +162,10 @@ def prepare(settings: EvalSettings, beside: Sequence[str] = ()) -> EvalJob:
     """
     problems = [*beside, *_number_problems(settings), *_choice_problems(settings)]
     device = attempt(problems, resolve_device, settings.device)
-    models = [model for path in settings.models if (model := attempt(problems, find_model, path)) is not None]
+    found_models = [attempt(problems, find_model, path, settings.base) for path in settings.models]
+    models = [model for model in found_models if model is not None]
+    if settings.base and not problems and not any(model.run for model in models):
+        problems.append(f"--base {settings.base}: none of the models is a run on a frozen base; leave it out")
     engine = _engine(settings, models, device, problems) if device else settings.engine
     problems += _model_problems(settings, models, engine)
     found = attempt(problems, find_benchmarks, list(settings.benchmarks)) or []

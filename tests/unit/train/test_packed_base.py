@@ -170,6 +170,10 @@ def test_a_run_goes_on_and_is_read_with_its_own_base_alone(packed, odd_rewards, 
     # A run of an earlier version has not noted it.
     (run / "base.json").unlink()
     assert FrozenRun.read(run, 4).base == tmp_path / "w4a16"
+    with pytest.raises(
+        FileError, match=r"has no base\.json, against which --base .* could be checked: leave --base out"
+    ):
+        FrozenRun.read(run, 4, tmp_path / "w4a16")
 
 
 def test_large_files_are_sampled_from_end_to_end(tmp_path):
