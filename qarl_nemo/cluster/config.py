@@ -13,6 +13,8 @@ from qarl_nemo.config import StrictModel
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/")]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What Kubernetes calls a DNS subdomain.
+_OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 EXIT_UNHEALTHY = 3
@@ -30,6 +32,17 @@ class ClusterError(RuntimeError):
 def _one_form(path: str) -> PurePosixPath:
     # Python leaves two slashes at the begin, for systems to which they mean something.
     return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
+
+
+def _names_of_objects(given: tuple[str, ...], fix: str) -> tuple[str, ...]:
+    # Told by their places: what is no name may be a secret.
+    wrong = [str(place) for place, name in enumerate(given, 1) if not _OBJECT.fullmatch(name) or len(name) > 253]
+    if wrong:
+        raise ValueError(
+            f"entry {', '.join(wrong)}: must be the name of a Secret (lower-case letters, digits, - and .), without "
+            f"values; {fix}"
+        )
+    return given
 
 
 class HealthConfig(StrictModel):
@@ -73,6 +86,12 @@ class EnvironmentSources(StrictModel):
     """Kubernetes: names of Secrets; each of their keys becomes a variable of every pod."""
     caller: tuple[str, ...] = ()
     """Plain hosts and Slurm: variables of the shell that launches, by name."""
+
+    @field_validator("secrets")
+    @classmethod
+    def names_of_secrets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Reject anything but a name, such as an assignment, without showing its value."""
+        return _names_of_objects(value, "kubectl create secret generic NAME --from-literal=VARIABLE=... makes one")
 
     @field_validator("caller")
     @classmethod
@@ -157,6 +176,12 @@ class KubernetesLauncher(StrictModel):
     """How long the finished pods stay."""
     start_timeout_s: int = Field(1800, ge=1, le=604_800)
     """How long images may take to arrive before the launcher gives up."""
+
+    @field_validator("image_pull_secrets")
+    @classmethod
+    def names_of_secrets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Reject anything but a name, without showing it."""
+        return _names_of_objects(value, "kubectl create secret docker-registry NAME makes one")
 
 
 class ClusterConfig(StrictModel):

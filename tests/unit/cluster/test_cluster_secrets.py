@@ -86,6 +86,9 @@ def test_pods_take_kubernetes_secrets_by_name():
         ("hosts", "env_from.secrets=[wandb]", "env_from.caller"),
         ("slurm", "env_from.secrets=[wandb]", "env_from.caller"),
         ("hosts", f"env_from.caller=['{NAME}={VALUE}']", "names of variables, without values"),
+        ("kubernetes", f"env_from.secrets=[wandb, '{NAME}={VALUE}']", "entry 2: must be the name of a Secret"),
+        ("kubernetes", f"env_from.secrets=[{VALUE.upper()}]", "kubectl create secret generic NAME"),
+        ("kubernetes", f"launcher.image_pull_secrets=['a:{VALUE}']", "kubectl create secret docker-registry NAME"),
     ],
 )
 def test_each_launcher_has_its_own_way(base, override, named):
