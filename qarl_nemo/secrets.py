@@ -10,8 +10,8 @@ _VARIABLES = "env_vars"
 _SECRET = r"(?:[A-Z0-9]+_)*(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_[A-Z0-9]+)*"
 # Keys of a config that hold secrets. A lower-case key with another name, as stop_token_ids or input_key, holds none.
 _SECRET_KEY = (
-    r"(?:\w+_)?(?:api_?key|access_key|secret_key|private_key|secret|password|passwd|credentials?)"
-    r"|(?:(?:access|api|auth|bearer|hf|hub)_)?token"
+    r"(?:\w+_)?(?:api_?key|(?:access|secret|private|wandb)_key|secret|password|passwd|credentials?)"
+    r"|(?:(?:access|api|auth|bearer|github|gitlab|hf|hub|huggingface|wandb)_)?token"
 )
 # Variables that end like this say where a secret is stored, and are no secrets.
 _PLACES = ("_FILE", "_PATH", "_DIR", "_HOME")
@@ -21,6 +21,8 @@ _VALUE = r"(?![\"']?\$)[\"']?[^\s\"']"
 _ASSIGNED = re.compile(rf"(?<![A-Z0-9_])({_SECRET})={_VALUE}", re.IGNORECASE)
 _IN_BRACES = re.compile(rf"[{{,]\s*[\"']?({_SECRET})[\"']?\s*:\s*{_VALUE}", re.IGNORECASE)
 _OPTION = r"(?<![\w.-])(--?(?!no[-_])[a-z][\w.-]*)"
+# The option whose name goes on to the end of a text.
+_OPTION_BEGUN = re.compile(r"(?<![\w.-])--?[\w.-]*$")
 # What stands between an option and its word: space, a line that goes on, or the comma of a list.
 _GAP = r"[\"']?(?:\s|,|\\\n)++"
 # No word of an option's: another option, or what a shell reads as the command's end or redirection.
@@ -41,13 +43,19 @@ def assigned_secrets(text: str) -> list[str]:
         text: shell words, such as `WANDB_API_KEY=abc run --redis-password def`.
 
     Returns:
-        The names of what is assigned, and options whose value is the next word, with their dashes.
+        The names of what is assigned, also by `--name=value`, and options whose value is the next word, with their
+        dashes.
     """
     found = []
     for match in _ASSIGNED.finditer(text):
         before = text[: match.start()]
-        in_config = before.endswith(".") and not before.endswith(f"{_VARIABLES}.")
-        found += _if_secret(match[1], in_config=in_config)
+        variable = before.endswith(f"{_VARIABLES}.")
+        if (option := _OPTION_BEGUN.search(before)) and not variable:
+            # The whole of it, of which `pad-token` ends in a secret's name and is none.
+            name = option[0] + match[1]
+            found += [name.lstrip("-")] if _takes_secret(name) else []
+        else:
+            found += _if_secret(match[1], in_config=before.endswith(".") and not variable)
     for name in _IN_BRACES.findall(text):
         found += _if_secret(name, in_config=True)
     return found + [option for option in _TWO_WORDS.findall(text) if _takes_secret(option)]

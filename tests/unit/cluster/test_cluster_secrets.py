@@ -67,6 +67,7 @@ def test_a_reference_to_a_variable_is_no_secret_nor_is_a_volume():
 def test_a_command_may_set_keys_of_the_run_that_name_tokens_and_keys():
     keys = "loss_fn.token_level_loss=false data.train.input_key=problem policy.generation.stop_token_ids=[1]"
     example("slurm", f"command='python run.py {keys}'")
+    example("slurm", "command='sort --key=2 x; python run.py --eos_token=2 --pad-token=0'")
 
 
 def test_pods_take_kubernetes_secrets_by_name():
