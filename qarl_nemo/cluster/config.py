@@ -1,7 +1,6 @@
 """Settings of a cluster run: nodes, shared paths, the job, how nodes are started. Imports neither torch nor ray."""
 
 import re
-import shlex
 from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Annotated, Literal
@@ -9,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from qarl_nemo.cluster.secrets import plain_secrets
+from qarl_nemo.cluster.shell_words import line_problem, program_problem, setup_problem
 from qarl_nemo.config import StrictModel
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/")]
@@ -32,6 +32,12 @@ class ClusterError(RuntimeError):
 def _one_form(path: str) -> PurePosixPath:
     # Python leaves two slashes at the begin, for systems to which they mean something.
     return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
+
+
+def _refuse(problem: str | None, given: str) -> str:
+    if problem:
+        raise ValueError(problem)
+    return given
 
 
 def _names_of_objects(given: tuple[str, ...], fix: str) -> tuple[str, ...]:
@@ -217,23 +223,22 @@ class ClusterConfig(StrictModel):
     @field_validator("command")
     @classmethod
     def has_words(cls, command: str) -> str:
-        """Refuse a line of nothing but space."""
+        """Refuse a line of nothing but space, and one that bash cannot read."""
         if not command.strip():
             raise ValueError("it is empty; set the shell line that is the job")
-        return command
+        return _refuse(line_problem(command), command)
+
+    @field_validator("setup")
+    @classmethod
+    def is_whole(cls, setup: str) -> str:
+        """Refuse what bash cannot read."""
+        return _refuse(setup_problem(setup), setup)
 
     @field_validator("python")
     @classmethod
     def is_a_program(cls, python: str) -> str:
-        """Refuse what a shell could not start."""
-        try:
-            words = shlex.split(python)
-        except ValueError as error:
-            # The text may hold a secret.
-            raise ValueError(f"it is no program with its arguments: {error}") from error
-        if not words:
-            raise ValueError("it is empty; set python, or a program and its arguments")
-        return python
+        """Refuse what a shell could not start, or would have to expand."""
+        return _refuse(program_problem(python), python)
 
     @field_validator("env", mode="before")
     @classmethod
