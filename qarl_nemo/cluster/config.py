@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from qarl_nemo.cluster.sbatch_words import argument_problems, time_problem
 from qarl_nemo.cluster.secrets import plain_secrets
 from qarl_nemo.cluster.shell_words import line_problem, program_problem, setup_problem
 from qarl_nemo.config import StrictModel
@@ -139,7 +140,7 @@ class SlurmLauncher(StrictModel):
     type: Literal["slurm"]
     account: str | None = None
     partition: str | None = None
-    time: str = Field("4:00:00", min_length=1)
+    time: str = "4:00:00"
     job_name: str = Field("qarl", pattern=r"^[\w.-]+$")
     gres: bool = True
     """Ask for `gpu:<gpus_per_node>`; false on clusters without generic resources."""
@@ -148,13 +149,18 @@ class SlurmLauncher(StrictModel):
     ray_sub: AbsolutePath | None = None
     """NeMo-RL's own `ray.sub`: then it starts the nodes, and our checks, watch and logs run inside its job."""
 
+    @field_validator("time")
+    @classmethod
+    def is_a_time(cls, given: str) -> str:
+        """Refuse what Slurm would refuse, and -1, which some versions take for no limit."""
+        return _refuse(time_problem(given), given)
+
     @field_validator("sbatch_args")
     @classmethod
-    def leaves_the_nodes(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse what would change how many nodes or tasks the job has."""
-        wrong = [each for each in given if each.startswith(("--nodes", "-N", "--ntasks", "-n"))]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)}: nodes says how many there are, each with one task")
+    def leaves_the_job(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what would change how many nodes, tasks or jobs there are, or what they run."""
+        if problems := argument_problems(given):
+            raise ValueError("; ".join(problems))
         return given
 
 
@@ -268,6 +274,10 @@ class ClusterConfig(StrictModel):
             problems.append("launcher.ray_sub starts containers: container.image is missing")
         if isinstance(launcher, SlurmLauncher) and launcher.ray_sub and self.container and self.container.args:
             problems.append("launcher.ray_sub: NeMo-RL's script passes no container.args to srun; leave them out")
+        if isinstance(launcher, SlurmLauncher) and "%" in self.log_dir:
+            problems.append(
+                f"log_dir={self.log_dir}: Slurm would replace what follows %, and no other does; leave it out"
+            )
         if isinstance(launcher, KubernetesLauncher):
             if self.container is None:
                 problems.append("launcher.type=kubernetes needs container.image")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qarl_nemo.cluster.cli import main
-from support.clusters import ROOT, one_machine
+from qarl_nemo.cluster.cli import main, plan
+from support.clusters import ROOT, example, one_machine
 
 VALUE = "do-not-print-me"
 
@@ -49,3 +49,49 @@ def test_shell_lines_of_several_commands_are_taken_and_none_is_run(tmp_path):
 def test_lines_are_not_read_where_there_is_no_bash(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     one_machine(tmp_path, setup="'")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("launcher.sbatch_args=[train.sh]", "entry 1 begins with no -"),
+        (f"launcher.sbatch_args=[--qos=high, {VALUE}]", "entry 2 begins with no -"),
+        ("launcher.sbatch_args=[--requeue, train.sh, -pgpu, b.sh]", "entry 2, 4 begins with no -"),
+        ("launcher.sbatch_args=['--wrap=hostname']", "--wrap would run its command in the place of command"),
+        ("launcher.sbatch_args=[--wra, hostname]", "--wra would run its command"),
+        ("launcher.sbatch_args=['--array=0-3']", "--array would start many jobs"),
+        ("launcher.sbatch_args=[-a, 0-3]", "-a would start many jobs"),
+        ("launcher.sbatch_args=[-a0-3]", "-a0-3 would start many jobs"),
+        ("launcher.sbatch_args=['--qos=high --mem=0']", "--qos ...: Slurm takes this as one option; make an entry of"),
+        (f"launcher.sbatch_args=['--qos {VALUE}']", "--qos ...: Slurm takes this as one option"),
+        ("launcher.sbatch_args=['']", "entry 1 begins with no -"),
+        ("launcher.time='24 hours'", "launcher.time: '24 hours' is no time limit of Slurm's; write minutes"),
+        ("launcher.time='-1'", "launcher.time: '-1' is no time limit"),
+        ("launcher.time='1:75:00'", "launcher.time: '1:75:00' is no time limit"),
+        ("log_dir=/shared/%u", "log_dir=/shared/%u: Slurm would replace what follows %"),
+    ],
+)
+def test_what_would_make_another_job_of_it_is_refused(override, says, capsys):
+    _refused("slurm", override, says, capsys)
+
+
+@pytest.mark.parametrize("time", ["60", "90:30", "4:00:00", "1-0", "1-12:30", "2-00:00:00", "UNLIMITED"])
+def test_every_form_of_slurms_times_is_taken(time):
+    assert f"--time={time}" in plan(example("slurm", f"launcher.time='{time}'")).steps[1].command
+
+
+def test_other_options_of_sbatch_are_taken():
+    given = (
+        "--qos=high",
+        "-p",
+        "gpu",
+        "-Cx",
+        "--constraint",
+        "h100",
+        "--comment=two words",
+        "--account=a",
+        "--requeue",
+    )
+    config = example("slurm", f"launcher.sbatch_args={list(given)}")
+    command = plan(config).steps[1].command
+    assert command[-len(given) :] == given
