@@ -16,7 +16,8 @@ AbsolutePath = Annotated[str, Field(pattern=r"^/")]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What Kubernetes calls a DNS subdomain.
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-
+# What ray.sub reads, and what would find other programs for `sbatch` itself.
+RAY_SUB_READS = ("CONTAINER", "MOUNTS", "GPUS_PER_NODE", "BASE_LOG_DIR", "SETUP_COMMAND", "COMMAND", "PATH")
 
 EXIT_UNHEALTHY = 3
 """The job was not started: nodes are missing or a check failed."""
@@ -69,7 +70,7 @@ class HealthConfig(StrictModel):
 
 
 class RayConfig(StrictModel):
-    """How `ray start` is called; Kubernetes leaves that to KubeRay."""
+    """How `ray start` is called; Kubernetes leaves that to KubeRay, and `ray_sub` to NeMo-RL's script."""
 
     port: int = Field(6379, ge=1, le=65535)
     start_args: tuple[str, ...] = ("--min-worker-port=2000", "--max-worker-port=2999")
@@ -270,19 +271,19 @@ class ClusterConfig(StrictModel):
         problems, launcher = [], self.launcher
         if isinstance(launcher, HostsLauncher) and len(launcher.hosts) != self.nodes:
             problems.append(f"nodes={self.nodes}, but launcher.hosts names {len(launcher.hosts)}")
-        if isinstance(launcher, SlurmLauncher) and launcher.ray_sub and self.container is None:
-            problems.append("launcher.ray_sub starts containers: container.image is missing")
-        if isinstance(launcher, SlurmLauncher) and launcher.ray_sub and self.container and self.container.args:
-            problems.append("launcher.ray_sub: NeMo-RL's script passes no container.args to srun; leave them out")
-        if isinstance(launcher, SlurmLauncher) and "%" in self.log_dir:
-            problems.append(
-                f"log_dir={self.log_dir}: Slurm would replace what follows %, and no other does; leave it out"
-            )
+        if isinstance(launcher, SlurmLauncher):
+            problems += self._slurm_problems(launcher)
         if isinstance(launcher, KubernetesLauncher):
+            problems += self._unread_problems("launcher.type=kubernetes", "KubeRay")
             if self.container is None:
                 problems.append("launcher.type=kubernetes needs container.image")
             elif self.container.args:
                 problems.append("launcher.type=kubernetes: no docker or srun takes container.args; leave them out")
+            if self.container and self.container.mounts:
+                problems.append(
+                    "launcher.type=kubernetes: pods have no container.mounts but launcher.claim at "
+                    f"launcher.mount_path={launcher.mount_path}; leave them out"
+                )
             paths = {"checkpoint_dir": self.checkpoint_dir, "log_dir": self.log_dir}
             problems += [
                 f"{key}={path} does not lie under launcher.mount_path={launcher.mount_path}, so pods do not share it"
@@ -293,6 +294,35 @@ class ClusterConfig(StrictModel):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _slurm_problems(self, launcher: SlurmLauncher) -> list[str]:
+        problems = []
+        if "%" in self.log_dir:
+            problems.append(
+                f"log_dir={self.log_dir}: Slurm would replace what follows %, and no other does; leave it out"
+            )
+        if launcher.ray_sub is None:
+            return problems
+        problems += self._unread_problems("launcher.ray_sub", "NeMo-RL's script")
+        if self.container is None:
+            problems.append("launcher.ray_sub starts containers: container.image is missing")
+        elif self.container.args:
+            problems.append("launcher.ray_sub: NeMo-RL's script passes no container.args to srun; leave them out")
+        taken = [f"env.{name}" for name in self.env if name in RAY_SUB_READS]
+        if taken:
+            why = "would change what NeMo-RL's script itself runs; leave it out, or set it in command"
+            problems.append(f"launcher.ray_sub: {', '.join(taken)} {why}")
+        exports = [each.partition("=")[0] for each in launcher.sbatch_args if re.match(r"--export(?!=ALL\b)", each)]
+        if exports:
+            why = "hands less to the job than what NeMo-RL's script reads; leave it out, or begin its value with ALL"
+            problems.append(f"launcher.ray_sub: {', '.join(exports)} in launcher.sbatch_args {why}")
+        return problems
+
+    def _unread_problems(self, launcher: str, starter: str) -> list[str]:
+        """Say which settings of Ray's start were given to a launcher that leaves that to another."""
+        usual = RayConfig()
+        unread = [f"ray.{key}" for key in ("port", "start_args") if getattr(self.ray, key) != getattr(usual, key)]
+        return [f"{launcher}: {starter} starts Ray and reads no {' or '.join(unread)}; leave it out"] if unread else []
 
     def _secret_problems(self) -> list[str]:
         launcher, image = self.launcher, self.container

@@ -68,9 +68,11 @@ def _in_pyxis(container: ContainerConfig, config: ClusterConfig) -> list[str]:
 
 
 def _ray_sub_environment(config: ClusterConfig, container: ContainerConfig) -> dict[str, str]:
-    """Return what ray.sub reads. Source: ray.sub of NeMo-RL 7ea279ab, "User defined variables"."""
+    """Return what ray.sub reads, and hands on. Source: ray.sub of NeMo-RL 7ea279ab, "User defined variables"."""
     run = node_line(config, ["run", "-"])
     return {
+        # Its nodes' Ray and `setup` have the environment of `sbatch`; the job alone reads the config.
+        **config.env,
         "CONTAINER": container.image,
         "MOUNTS": ",".join(container.mounts),
         "GPUS_PER_NODE": str(config.gpus_per_node),

@@ -95,3 +95,28 @@ def test_other_options_of_sbatch_are_taken():
     config = example("slurm", f"launcher.sbatch_args={list(given)}")
     command = plan(config).steps[1].command
     assert command[-len(given) :] == given
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "says"),
+    [
+        ("kubernetes", "ray.port=7000", "launcher.type=kubernetes: KubeRay starts Ray and reads no ray.port;"),
+        ("kubernetes", "ray={port: 1, start_args: []}", "reads no ray.port or ray.start_args; leave it out"),
+        ("slurm_ray_sub", "ray.start_args=[--x]", "launcher.ray_sub: NeMo-RL's script starts Ray and reads no ray.sta"),
+        ("kubernetes", "container.mounts=['/a:/a']", "pods have no container.mounts but launcher.claim at"),
+        ("slurm_ray_sub", f"env={{COMMAND: {VALUE}, PATH: x}}", "launcher.ray_sub: env.COMMAND, env.PATH would change"),
+        ("slurm_ray_sub", "launcher.sbatch_args=['--export=NONE']", "--export in launcher.sbatch_args hands less"),
+    ],
+)
+def test_what_a_launcher_would_not_read_is_refused(name, override, says, capsys):
+    _refused(name, override, says, capsys)
+
+
+def test_settings_of_rays_start_may_stand_there_at_their_defaults():
+    example("kubernetes", "ray.port=6379", "container.mounts=[]")
+    example("slurm_ray_sub", "ray.port=6379", "launcher.sbatch_args=['--export=ALL,A=1']")
+
+
+def test_the_nodes_that_ray_sub_starts_have_the_configs_environment():
+    command = plan(example("slurm_ray_sub", "env.NCCL_DEBUG='a b'")).steps[1].command
+    assert {"NCCL_DEBUG=a b", "HF_HOME=/shared/huggingface"} <= set(command[: command.index("sbatch")])
