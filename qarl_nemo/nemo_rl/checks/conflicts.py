@@ -17,6 +17,7 @@ from qarl_nemo.nemo_rl.checks.engine import (
     malformed_blocks,
     repeated_arguments,
 )
+from qarl_nemo.nemo_rl.checks.folders import folder_conflicts
 from qarl_nemo.nemo_rl.checks.layout import layout_conflicts
 from qarl_nemo.nemo_rl.checks.learning_rate import schedule_conflicts
 from qarl_nemo.nemo_rl.checks.lines import problem_line, yaml_text
@@ -158,6 +159,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *metric_conflicts(config),
         *resume_conflicts(config),
         *save_time_conflicts(config),
+        *folder_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),
         *([] if unknown else attention_conflicts(config, qarl)),

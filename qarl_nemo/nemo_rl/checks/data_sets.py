@@ -1,6 +1,7 @@
 """Checks of the single data sets of NeMo-RL's `data:` block: their classes and values, before Ray starts."""
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from qarl_nemo.nemo_rl.data_sets import (
     our_name,
     reward_environment,
 )
+
+_REGISTRY = "nemo_rl.data.datasets.response_datasets"
 
 
 def set_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
@@ -39,7 +42,17 @@ def set_problems(place: str, dataset: Mapping[str, Any], whole: Mapping[str, Any
         return _reward_problems(place, dataset, whole) + _own_problems(place, whole)
     if name.startswith(PACKAGE):
         return [f"{where(place, dataset, 'dataset_name')}={name}: no such data set; {hint(name, OUR_CLASSES)}"]
+    legal = _nemo_rl_sets()
+    # A name with a dot is a class that NeMo-RL imports.
+    if legal and "dataset_name" in whole and "." not in name and name not in legal:
+        classes = f"or a class, as {OUR_CLASSES[0]}"
+        return [f"{where(place, dataset, 'dataset_name')}={name}: no such data set; {hint(name, legal)}; {classes}"]
     return []
+
+
+def _nemo_rl_sets() -> list[str]:
+    """Return the names of NeMo-RL's data sets, whose module its launcher loads before the config; else none."""
+    return sorted(getattr(sys.modules.get(_REGISTRY), "DATASET_REGISTRY", ()))
 
 
 def chosen_environment(dataset: Mapping[str, Any], whole: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from qarl_nemo.memory import GIB
 from qarl_nemo.muon import different_settings
 from qarl_nemo.nemo_rl.budgets import token_budgets
 from qarl_nemo.nemo_rl.checks.data_files import file_hints
+from qarl_nemo.nemo_rl.checks.folders import folder_hints
 from qarl_nemo.nemo_rl.checks.learning_rate import schedule_hints
 from qarl_nemo.nemo_rl.checks.objective import ERROR_LIMIT
 from qarl_nemo.nemo_rl.checks.share_hints import share_hints
@@ -57,7 +58,8 @@ def find_hints(config: Mapping[str, Any]) -> list[str]:
             "whose steps are as long as AdamW's (Megatron's defaults step five times as far); for that one set "
             f"{settings}"
         )
-    return [*hints, *schedule_hints(config), *file_hints(config.get("data") or {}), *validation_hints(config)]
+    hints += [*schedule_hints(config), *file_hints(config.get("data") or {}), *folder_hints(config)]
+    return [*hints, *validation_hints(config)]
 
 
 def _forward_hints(config: Mapping[str, Any]) -> list[str]:

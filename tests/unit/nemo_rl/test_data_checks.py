@@ -1,5 +1,8 @@
 """The `data:` block is checked before Ray starts: keys that nothing would read, values, files and environments."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from qarl_nemo.nemo_rl.checks import data_files
@@ -241,3 +244,16 @@ def test_a_prompt_file_of_nemo_rls_own_recipes_is_named_by_its_whole_path(monkey
     assert line.endswith(f"set NeMo-RL's, {prompt}, one of your own, or null for none")
     (line,) = conflicts(train=GSM8K | {"prompt_file": "examples/prompts/nothing.txt"})
     assert line.endswith("there is no such file; set one that is there, or null for none")
+
+
+def test_a_set_that_nemo_rl_does_not_have_names_those_that_it_has(monkeypatch):
+    # Without NeMo-RL nobody knows its names.
+    assert conflicts(train={"dataset_name": "nosuch"}) == []
+    registry = SimpleNamespace(DATASET_REGISTRY={"AIME2024": None, "ResponseDataset": None})
+    monkeypatch.setitem(sys.modules, "nemo_rl.data.datasets.response_datasets", registry)
+    (line,) = conflicts(train={"dataset_name": "AIME2042"}, validation={"dataset_name": "my.own.Set"})
+    assert line.startswith("data.train.dataset_name=AIME2042: no such data set; did you mean 'AIME2024'? legal here: A")
+    assert line.endswith(f"or a class, as {PROBLEMS}.Problems")
+    (line,) = conflicts(train={}, default={"dataset_name": "nosuch"})
+    assert line.startswith("data.default.dataset_name=nosuch: no such data set; legal here: AIME2024, ResponseDataset")
+    assert conflicts(train={"dataset_name": "AIME2024"}, validation=GSM8K) == []
