@@ -13,10 +13,12 @@ from qarl_nemo.config.overrides import merge_overrides
 from qarl_nemo.config.problems import ConfigError, validate
 from qarl_nemo.config.references import stale_references
 from qarl_nemo.config.yaml_file import read_yaml
+from qarl_nemo.secrets import is_secret
 
 Model = TypeVar("Model", bound=BaseModel)
 # `${a.b}`, or a resolver with the key it looks up, `${oc.select:a.b}`.
 _REFERENCE = re.compile(r"\$\{(?:[\w.]+:)?([^${}:,]*)")
+_SHELL_NAME = re.compile(r"key '([A-Z_][A-Z0-9_]*)' not found|interpolation type ([A-Z_][A-Z0-9_]*)$")
 _MAX_CHARS = 1 << 20
 
 
@@ -49,7 +51,19 @@ def _resolve(values: dict[str, Any], path: Path) -> Any:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key = f" ({error.full_key})" if getattr(error, "full_key", None) else ""
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}{key}") from error
+        said = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: {said}{key}{_of_environment(said)}") from error
+
+
+def _of_environment(said: str) -> str:
+    """Return what to write where OmegaConf was given a shell's `${HOME}` or `${HOME:-x}`, which it takes for a key."""
+    named = _SHELL_NAME.search(said)
+    if named is None:
+        return ""
+    name = named[1] or named[2]
+    # A secret's value has no place in a config.
+    now = "" if is_secret(name) else f"${{oc.env:{name}}} for this shell's variable, or "
+    return f"; ${{...}} names a key of this config: write {now}\\${{{name}}} to leave it to the shell that runs it"
 
 
 class _Size:

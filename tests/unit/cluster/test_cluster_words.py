@@ -120,3 +120,20 @@ def test_settings_of_rays_start_may_stand_there_at_their_defaults():
 def test_the_nodes_that_ray_sub_starts_have_the_configs_environment():
     command = plan(example("slurm_ray_sub", "env.NCCL_DEBUG='a b'")).steps[1].command
     assert {"NCCL_DEBUG=a b", "HF_HOME=/shared/huggingface"} <= set(command[: command.index("sbatch")])
+
+
+@pytest.mark.parametrize("written", ["HOME", "HOME:-/root"])
+def test_a_shells_variable_in_braces_says_what_to_write(written, capsys):
+    fix = "(setup); ${...} names a key of this config: write ${oc.env:HOME} for this shell's variable, or \\${HOME} to"
+    _refused("slurm", f"setup=cd ${{{written}}}", fix, capsys)
+
+
+def test_a_secrets_value_is_not_asked_for_and_other_keys_are_no_variables(capsys):
+    _refused("slurm", "env.A=${WANDB_API_KEY}", "key of this config: write \\${WANDB_API_KEY} to leave it", capsys)
+    _refused("slurm", "env.A=${nodse}", "'nodse' not found (env.A)\n", capsys)
+
+
+def test_what_that_says_is_taken(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/a")
+    config = example("slurm", "env.A=${oc.env:HOME}", "setup=cd \\${HOME}")
+    assert (config.env["A"], config.setup) == ("/home/a", "cd ${HOME}")
