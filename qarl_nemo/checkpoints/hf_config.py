@@ -124,30 +124,71 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
     config = _output_config(plan)
     if "quantization_config" in config:
         require_listed(config["quantization_config"], weight_map, _linears(plan))
+    copied = {copied_name(path): path.read_bytes() for path in _companions(plan.checkpoint)}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     written = {
         INDEX_FILE: index,
         CONFIG_FILE: config,
-        RECORD_FILE: {**settings_record(plan), "tensors": record_rows(plan), "dropped": plan.dropped},
+        RECORD_FILE: {
+            **settings_record(plan),
+            "copied": sorted(copied),
+            "tensors": record_rows(plan),
+            "dropped": plan.dropped,
+        },
     }
-    copied = {copied_name(path): path.read_bytes() for path in _companions(plan.checkpoint)}
     return copied | {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in written.items()}
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return what this tool recorded beside a checkpoint that it wrote; empty for one of another tool.
+
+    Raises:
+        FileError: the record is damaged.
+    """
+    path = folder / RECORD_FILE
+    return read_json(path, "the record of a quantized checkpoint") if path.is_file() else {}
 
 
 def foreign_files(folder: Path) -> list[str]:
     """Return the names of files in a checkpoint of this tool that this tool did not write.
 
     Raises:
-        FileError: its index is damaged.
+        FileError: its index or its record is damaged.
     """
     weight_map = read_json(folder / INDEX_FILE, "the index of a quantized checkpoint").get("weight_map")
-    own = own_names(folder, weight_map.values() if isinstance(weight_map, dict) else ())
-    beside = (path for path in folder.glob(f"{TEMPLATES_FOLDER}/*") if path.suffix != ".jinja")
+    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    copied = _recorded_copies(folder)
+    if copied is None:
+        # A record of an earlier version, which did not say what it had copied: what has the name of a copy counts.
+        own = own_names(folder, shards)
+        beside = [path for path in folder.glob(f"{TEMPLATES_FOLDER}/*") if path.suffix != ".jinja"]
+    else:
+        own = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *shards, *map(top_name, copied)}
+        templates = folder.glob(f"{TEMPLATES_FOLDER}/*") if TEMPLATES_FOLDER in own else ()
+        beside = [path for path in templates if copied_name(path) not in copied]
     return sorted([path.name for path in folder.iterdir() if path.name not in own] + [*map(copied_name, beside)])
 
 
+def _recorded_copies(folder: Path) -> set[str] | None:
+    """Return the names of the files that were copied into a checkpoint; None if its record does not say."""
+    copied = read_record(folder).get("copied")
+    if copied is None:
+        return None
+    if not isinstance(copied, list) or not all(isinstance(name, str) for name in copied):
+        raise FileError(f"{folder / RECORD_FILE}: expected copied, a list of file names, found {ascii(copied)[:80]}")
+    return set(copied)
+
+
 def own_names(folder: Path, shards: Iterable[str]) -> set[str]:
-    """Return the names of what belongs to a checkpoint in its folder: weights, their index, and what is copied."""
+    """Return the names of what belongs to a checkpoint in its folder, whoever wrote it.
+
+    Args:
+        folder: a checkpoint of any tool.
+        shards: the files of its weights.
+
+    Returns:
+        Weights, their index, and what is copied with them.
+    """
     copied = map(copied_name, _files_like(folder, *_TOKENIZER_PATTERNS, *_OTHER_PATTERNS))
     return {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *shards, *map(top_name, copied)}
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from qarl_formats import QuantFormat
-from qarl_nemo.checkpoints.hf_config import RECORD_FILE
+from qarl_nemo.checkpoints.hf_config import read_record
 from qarl_nemo.checkpoints.reader import Checkpoint, TensorInfo, TensorReader
 from qarl_nemo.checkpoints.scheme import stored_format
-from qarl_nemo.files import read_json
 from qarl_nemo.names import GLOBAL_SCALE, TARGETS, expert_names, is_stacked_expert, layer_of, module_kind, target_of
 
 # Name -> shape and dtype of every tensor that a model needs, stacked experts as one.
@@ -45,8 +44,7 @@ class Stored:
         quantization = checkpoint.config.get("quantization_config")
         if not quantization:
             return None
-        record = checkpoint.companions / RECORD_FILE
-        recorded = read_json(record, "the record of a quantized checkpoint").get("format") if record.is_file() else None
+        recorded = read_record(checkpoint.companions).get("format")
         scaled = {info.name.rpartition(".")[0] for info in checkpoint.tensors if _is_scale(info.name)}
         kinds = {module_kind(module) for module in scaled}
         left_out = [

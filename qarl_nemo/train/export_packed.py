@@ -9,15 +9,23 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, quantize_checkpoint
-from qarl_nemo.checkpoints.hf_config import RECORD_FILE, TEMPLATES_FOLDER, TOOL, tokenizer_files
+from qarl_nemo.checkpoints.hf_config import (
+    RECORD_FILE,
+    TEMPLATES_FOLDER,
+    TOOL,
+    copied_name,
+    read_record,
+    tokenizer_files,
+)
 from qarl_nemo.checkpoints.merge import Training, merged_checkpoint
 from qarl_nemo.checkpoints.overlay import copy_tokenizer, write_overlay
 from qarl_nemo.checkpoints.partial import check_destination
 from qarl_nemo.checkpoints.quantize import check_apart
-from qarl_nemo.checkpoints.reader import INDEX_FILE
+from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.files import exclusive
 from qarl_nemo.refit.engine_settings import serve_command
@@ -80,9 +88,10 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
         check_destination(destination, overwrite)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f"{destination.name}{_UNFINISHED}") as work:
             copy = Path(work) / "copy"
-            _sign(write_overlay(base, training.parameters, copy, link=False), training)
+            written = write_overlay(base, training.parameters, copy, link=False)
             if base.tokenizer is not None:
                 _replace_tokenizer(copy, base.tokenizer)
+            _sign(written, training)
             _publish(copy, destination)
 
 
@@ -103,16 +112,21 @@ def _put_back(work: Path, destination: Path) -> None:
 
 
 def _sign(copy: Checkpoint, training: Training) -> None:
-    """Write the files by which a later export knows its own, which copies of other tools' checkpoints lack."""
+    """Write the files by which a later export knows its own: copies of other tools' checkpoints lack them."""
     fmt, total = training.fmt, sum(info.num_bytes for info in copy.tensors)
     weight_map = {info.name: file for info in copy.tensors for file in info.files}
-    record = {"tool": TOOL, "format": fmt.name, "group_size": fmt.group_size, "targets": list(training.targets)}
-    for name, content in (
-        (INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}),
-        (RECORD_FILE, record),
-    ):
-        if not (copy.folder / name).exists():
-            (copy.folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    index, record = copy.folder / INDEX_FILE, copy.folder / RECORD_FILE
+    if not index.exists():
+        _write_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    made = {"tool": TOOL, "format": fmt.name, "group_size": fmt.group_size, "targets": list(training.targets)}
+    written = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *copy.files}
+    # The base's own list may lack a tokenizer that was added to it, and name one that this run replaced.
+    copied = sorted({copied_name(path) for path in copy.folder.rglob("*") if path.is_file()} - written)
+    _write_json(record, (read_record(copy.folder) or made) | {"copied": copied})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _replace_tokenizer(folder: Path, other: Path) -> None:

@@ -249,7 +249,9 @@ def test_a_copy_of_another_tools_base_is_overwritten_as_every_output_is(odd_rewa
     copy = find_model(tmp_path / "out")
     assert (copy.format_name, copy.targets, copy.quantized) == ("int8", ("experts",), True)
     (tmp_path / "out" / "notes.txt").touch()
-    assert "move away notes.txt" in export(tmp_path / "run", tmp_path / "out", "--packed", "--overwrite").output
+    (tmp_path / "out" / "vocab_notes.txt").touch()
+    done = export(tmp_path / "run", tmp_path / "out", "--packed", "--overwrite")
+    assert "move away notes.txt, vocab_notes.txt" in done.output
 
 
 def test_a_packed_copy_says_in_its_files_what_it_is(tmp_path):

@@ -1,5 +1,6 @@
 """The files around the weights: all that a tokenizer consists of is copied, and known again when it is replaced."""
 
+import json
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from qarl_nemo.checkpoints.overlay import write_overlay
 from qarl_nemo.checkpoints.reader import open_checkpoint
 from qarl_nemo.cli import app
 from support.engines import TOKENIZER
+from support.files import contents
 from support.whole_models import save_sparse
 
 TEMPLATES = {"default": "{{ messages[0]['content'] }}", "tool_use": "tools: {{ messages[0]['content'] }}"}
@@ -41,6 +43,64 @@ def test_all_templates_and_a_tokenizer_of_mistrals_own_are_copied(source, tmp_pa
     (out / "additional_chat_templates" / "notes.txt").touch()
     with pytest.raises(ValueError, match=r"move away additional_chat_templates/notes\.txt"):
         quantized(source, tmp_path / "out", overwrite=True)
+
+
+def drop_from_record(out, key):
+    record = json.loads((out / "qarl_quantization.json").read_text())
+    del record[key]
+    (out / "qarl_quantization.json").write_text(json.dumps(record))
+
+
+def test_an_overwrite_keeps_files_that_only_look_like_copies(source, tmp_path):
+    for path in source.glob("*token*"):
+        path.unlink()
+    out = quantized(source, tmp_path / "out")
+    assert json.loads((out / "qarl_quantization.json").read_text())["copied"] == [
+        TOOL_USE,
+        "chat_template.jinja",
+        "generation_config.json",
+        "tekken.json",
+    ]
+    # As `qarl quantize` advises where the source has no tokenizer.
+    TOKENIZER.save_pretrained(out)
+    (out / "chat_template.jinja").write_text(TEMPLATES["default"])
+    mine = ("LICENSE-mine", "additional_chat_templates/mine.jinja", "extra.jinja", "vocab_notes.txt")
+    for name in mine:
+        (out / name).write_text("the user's")
+    before = contents(out)
+    named = "LICENSE-mine, additional_chat_templates/mine.jinja, extra.jinja, tokenizer.json, tokenizer_config.json, vo"
+    with pytest.raises(ValueError, match=f"move away {named}"):
+        quantized(source, out, overwrite=True)
+    assert contents(out) == before
+    for name in (*mine, "tokenizer.json", "tokenizer_config.json"):
+        (out / name).unlink()
+    quantized(source, out, overwrite=True)
+    # A folder of which nothing was copied is the user's.
+    shutil.rmtree(source / "additional_chat_templates")
+    quantized(source, out, overwrite=True)
+    (out / "additional_chat_templates").mkdir()
+    with pytest.raises(ValueError, match=r"move away additional_chat_templates$"):
+        quantized(source, out, overwrite=True)
+
+
+def test_a_record_without_the_list_of_copies_goes_by_their_names(source, tmp_path):
+    out = quantized(source, tmp_path / "out")
+    drop_from_record(out, "copied")
+    for name in ("notes.txt", "additional_chat_templates/notes.txt"):
+        (out / name).touch()
+    with pytest.raises(ValueError, match=r"move away additional_chat_templates/notes\.txt, notes\.txt$"):
+        quantized(source, out, overwrite=True)
+    for name in ("notes.txt", "additional_chat_templates/notes.txt"):
+        (out / name).unlink()
+    quantized(source, out, overwrite=True)
+
+
+@pytest.mark.parametrize("copied", ["tekken.json", [1]])
+def test_a_damaged_list_of_copies_is_named(source, tmp_path, copied):
+    out = quantized(source, tmp_path / "out")
+    (out / "qarl_quantization.json").write_text(json.dumps({"format": "int8", "copied": copied}))
+    with pytest.raises(ValueError, match=r"qarl_quantization\.json: expected copied, a list of file names, found "):
+        quantized(source, out, overwrite=True)
 
 
 def test_a_conversion_that_had_copied_them_goes_on(source, tmp_path):
