@@ -239,6 +239,13 @@ def check_destination(destination: Path, overwrite: bool) -> None:
     Raises:
         ValueError: it may not.
     """
+    if destination.is_symlink():
+        # Replacing it would take the link away and leave the folder behind it, or fail at the last rename.
+        target = os.path.realpath(destination)
+        link = f"destination {destination} is a symbolic link to {target}"
+        if destination.exists():
+            raise ValueError(f"{link}, and a link is not replaced; name {target} itself")
+        raise ValueError(f"{link}, which does not exist; remove it or make its target and name that")
     if not destination.exists():
         return
     if not (destination / RECORD_FILE).is_file():

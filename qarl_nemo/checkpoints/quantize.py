@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -216,7 +217,8 @@ def check_apart(source: Path, destination: Path) -> None:
     Raises:
         ValueError: one is.
     """
-    inner, outer = destination.resolve(), source.resolve()
+    # Unlike `Path.resolve`, this takes a link to itself.
+    inner, outer = (Path(os.path.realpath(path)) for path in (destination, source))
     if inner == outer or outer in inner.parents or inner in outer.parents:
         raise ValueError(f"source {source} and destination {destination} must not contain each other")
 

@@ -252,6 +252,9 @@ def test_a_copy_of_another_tools_base_is_overwritten_as_every_output_is(odd_rewa
     (tmp_path / "out" / "vocab_notes.txt").touch()
     done = export(tmp_path / "run", tmp_path / "out", "--packed", "--overwrite")
     assert "move away notes.txt, vocab_notes.txt" in done.output
+    (tmp_path / "link").symlink_to("out")
+    done = export(tmp_path / "run", tmp_path / "link", "--packed", "--overwrite")
+    assert f"a link is not replaced; name {tmp_path / 'out'} itself" in " ".join(done.output.split())
 
 
 def test_a_packed_copy_says_in_its_files_what_it_is(tmp_path):

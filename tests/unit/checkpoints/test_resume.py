@@ -242,15 +242,6 @@ def test_overwrite_removes_nothing_that_others_made(source, tmp_path, uninterrup
     assert (out / "notes.txt").read_text() == "the user's"
 
 
-def test_a_link_is_replaced_and_not_what_it_points_at(source, tmp_path, uninterrupted):
-    run(source, tmp_path / "elsewhere", fmt=get_format("fp8_block"))
-    before = contents(tmp_path / "elsewhere")
-    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
-    run(source, tmp_path / "out", overwrite=True)
-    assert contents(tmp_path / "out") == uninterrupted
-    assert contents(tmp_path / "elsewhere") == before
-
-
 def test_a_shard_with_a_flipped_bit_is_written_again(source, tmp_path, uninterrupted):
     with pytest.raises(StopError):
         run(source, tmp_path / "out", progress=stop_in(4))
