@@ -11,6 +11,7 @@ The record is made after `checkpoint` and removed last. So a kill leaves one of 
 
 import contextlib
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from qarl_nemo.checkpoints.hf_config import RECORD_FILE, foreign_files, top_name
 from qarl_nemo.checkpoints.resume_record import RESUME_FILE, FinishedShard, ResumeRecord, is_record
-from qarl_nemo.files import exclusive, sync
+from qarl_nemo.files import FileError, exclusive, require_makeable, require_writable, sync
 
 Sources = dict[str, list[int]]  # source file -> [size, mtime_ns]
 _CHECKPOINT, _REPLACED, _LOCK = "checkpoint", "replaced", "qarl_lock"
@@ -233,6 +234,16 @@ def _require_own(work: Path) -> None:
         )
 
 
+def require_place(destination: Path) -> None:
+    """Require that folders may be made where a destination and its partial folder will be.
+
+    Raises:
+        FileError: they may not.
+    """
+    require_makeable(destination)
+    require_writable(destination.absolute().parent)
+
+
 def check_destination(destination: Path, overwrite: bool) -> None:
     """Require that a folder may be made, or replaced.
 
@@ -262,4 +273,10 @@ def check_destination(destination: Path, overwrite: bool) -> None:
         raise ValueError(
             f"destination {destination} holds what this tool did not write, so it is not overwritten; move away "
             f"{', '.join(foreign)}"
+        )
+    if not os.access(destination, os.W_OK | os.X_OK):
+        # It is moved into another folder and deleted, once the new one is complete.
+        raise FileError(
+            f"destination {destination} cannot be replaced: permission denied; choose another one, or make it writable "
+            f"(chmod u+wx {shlex.quote(str(destination))})"
         )

@@ -20,7 +20,6 @@ from qarl_nemo.cli.options import (
 )
 from qarl_nemo.cli.program import command
 from qarl_nemo.config.problems import attempt
-from qarl_nemo.files import require_makeable
 from qarl_nemo.names import check_targets, split_targets, summarize_names
 
 if TYPE_CHECKING:
@@ -109,11 +108,12 @@ def _require_options(
     device: str,
 ) -> None:
     """Refuse what is wrong without a look at the weights; all is listed with what was wrong before."""
+    from qarl_nemo.checkpoints.partial import require_place
     from qarl_nemo.checkpoints.quantize import check_apart, require_device
 
     for folder in {checkpoint.folder, checkpoint.companions} if checkpoint else ():
         attempt(problems, check_apart, folder, destination)
-    attempt(problems, require_makeable, destination)
+    attempt(problems, require_place, destination)
     attempt(problems, check_targets, split_targets(targets))
     if max_shard_bytes < 1:
         problems.append(f"max_shard_bytes={max_shard_bytes} must be at least 1")

@@ -27,12 +27,13 @@ def export(
     """Make one checkpoint of a run with LoRA or a quantized base: merged in BF16, or packed as it was served."""
     if dequantize and packed:
         raise ValueError("--dequantize writes BF16 and --packed what is quantized: leave one of them out")
+    from qarl_nemo.checkpoints.partial import require_place
     from qarl_nemo.cli.shard_progress import shard_progress
-    from qarl_nemo.files import readable_bytes, require_makeable
+    from qarl_nemo.files import readable_bytes
     from qarl_nemo.train.export import export_run
     from qarl_nemo.train.export_packed import export_packed
 
-    require_makeable(destination)
+    require_place(destination)
     if packed:
         with shard_progress() as show:
             served = export_packed(run, destination, overwrite=overwrite, progress=show, base_folder=base)

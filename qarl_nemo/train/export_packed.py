@@ -27,7 +27,7 @@ from qarl_nemo.checkpoints.partial import check_destination
 from qarl_nemo.checkpoints.quantize import check_apart
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
 from qarl_nemo.checkpoints.stored import Stored
-from qarl_nemo.files import exclusive
+from qarl_nemo.files import exclusive, make_folder
 from qarl_nemo.refit.engine_settings import serve_command
 from qarl_nemo.train.export import read_run
 
@@ -79,7 +79,7 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
     check_apart(base.folder, destination)
     check_destination(destination, overwrite)
     folder = destination.absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "the folder of an export")
     with exclusive(folder / f".{destination.name}.lock", f"the export {destination}"):
         # What a kill left of an earlier export.
         for left in folder.glob(f"{glob.escape(destination.name)}{_UNFINISHED}*"):

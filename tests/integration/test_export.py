@@ -88,7 +88,7 @@ def test_merging_into_a_packed_base_is_refused_with_what_it_would_change(runs, t
             export_run(folder / "w4a16", tmp_path / "out", dequantize=False, overwrite=False, progress=lambda _: None)
 
 
-def test_options_and_places_that_cannot_be_meant_are_refused(runs, tmp_path):
+def test_options_and_places_that_cannot_be_meant_are_refused(runs, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for name, out, options, said in (
         ("bf16", "out", ["--dequantize"], "executed BF16 weights: leave --dequantize out"),
@@ -99,6 +99,11 @@ def test_options_and_places_that_cannot_be_meant_are_refused(runs, tmp_path):
         assert done.exit_code == 2
         assert said in done.output
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
+    # Tests may run as root, who may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    for name, option in (("bf16", "--overwrite"), ("w4a16", "--packed")):
+        printed = " ".join(export(runs[0] / name, tmp_path / "out", option).output.split())
+        assert f"{tmp_path} cannot be written to: permission denied; choose another place" in printed
 
 
 @pytest.mark.parametrize("name", ["w4a16", "nvfp4"])

@@ -1,9 +1,14 @@
 """Destinations that cannot be made or replaced are refused before any work."""
 
+import os
+from pathlib import Path
+
 import pytest
+from typer.testing import CliRunner
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import quantize_checkpoint
+from qarl_nemo.cli import app
 from support.files import contents
 
 
@@ -36,3 +41,29 @@ def test_a_link_to_a_folder_leads_to_that_folder(source, tmp_path, overwrite):
     assert (tmp_path / "out").is_symlink()
     assert contents(tmp_path / "elsewhere") == before
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "out"}
+
+
+def deny(monkeypatch, *folders):
+    # Tests may run as root, who may write everywhere.
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in folders and allowed(path, mode))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_all_else_before_the_work(source, tmp_path, monkeypatch):
+    deny(monkeypatch, tmp_path)
+    for out in (tmp_path / "out", tmp_path / "new" / "out"):
+        done = CliRunner().invoke(app, ["quantize", str(source), str(out), "--max-shard-bytes", "0"])
+        printed = " ".join(done.output.split())
+        assert f"{out.parent} cannot be written to: permission denied; choose another place max_shard_bytes" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_destination_that_cannot_be_replaced_is_refused_before_the_work(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run(source, out)
+    before = contents(out)
+    deny(monkeypatch, out)
+    with pytest.raises(ValueError, match=rf"out cannot be replaced: permission denied; .* \(chmod u\+wx {out}\)"):
+        run(source, out, overwrite=True, progress=untouched)
+    assert contents(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
