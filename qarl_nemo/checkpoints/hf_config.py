@@ -132,6 +132,7 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
         RECORD_FILE: {
             **settings_record(plan),
             "copied": sorted(copied),
+            **adapters_record(plan.checkpoint.adapters),
             "tensors": record_rows(plan),
             "dropped": plan.dropped,
         },
@@ -147,6 +148,30 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD_FILE
     return read_json(path, "the record of a quantized checkpoint") if path.is_file() else {}
+
+
+def adapters_record(adapters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what says in the record that a checkpoint lacks a run's adapters; empty for a whole model."""
+    return {"adapters": dict(adapters)} if adapters else {}
+
+
+def require_no_adapters(folder: Path) -> None:
+    """Refuse what a packed export made of a run with adapters: it is not the model that was trained.
+
+    Raises:
+        FileError: it lacks adapters; or its record is damaged.
+    """
+    adapters = read_record(folder).get("adapters")
+    if adapters is None:
+        return
+    if not isinstance(adapters, dict) or not {"run", "step", "rank"} <= adapters.keys():
+        found = ascii(adapters)[:80]
+        raise FileError(f"{folder / RECORD_FILE}: expected adapters, an object with run, step and rank, found {found}")
+    run = adapters["run"]
+    raise FileError(
+        f"{folder} is what the run {run} trained up to step {adapters['step']} without its adapters of rank "
+        f"{adapters['rank']}, so it is not the model that was trained; name the run in its place: {run}"
+    )
 
 
 def foreign_files(folder: Path) -> list[str]:

@@ -88,6 +88,7 @@ class Checkpoint:
         tensors: every tensor under its Hugging Face name, in the order in which they are best read.
         open_reader: returns a reader of the tensors.
         tokenizer: where another tokenizer is that belongs to it; None: the one in `companions` does.
+        adapters: what is recorded of the run whose adapters it lacks; None: it is a whole model.
     """
 
     folder: Path
@@ -96,6 +97,7 @@ class Checkpoint:
     tensors: tuple[TensorInfo, ...]
     open_reader: Callable[[], TensorReader] = field(compare=False, repr=False)
     tokenizer: Path | None = None
+    adapters: dict[str, Any] | None = None
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from qarl_nemo.checkpoints.hf_config import (
     RECORD_FILE,
     TEMPLATES_FOLDER,
     TOOL,
+    adapters_record,
     copied_name,
     read_record,
     tokenizer_files,
@@ -63,16 +64,25 @@ def export_packed(
     base, training = read_run(run, base_folder)
     if not training.fmt.is_quantized:
         raise ValueError(f"the run {run} executed BF16 weights: leave --packed out")
+    lacking = _lacking(run, training)
     if Stored.of(base) is None:
         plain = replace(training, fmt=get_format(BASELINE), targets=(), adapters={})
-        source = merged_checkpoint(base, plain)
+        source = replace(merged_checkpoint(base, plain), adapters=lacking)
         quantize_checkpoint(source, destination, training.fmt, training.targets, overwrite=overwrite, progress=progress)
     else:
-        _copy(base, training, destination, overwrite=overwrite)
+        _copy(replace(base, adapters=lacking), training, destination, overwrite=overwrite)
     if training.adapters and not training.fmt.runs_beside_adapters(training.targets):
         name = training.fmt.name
         return f"not by vLLM, whose kernels for {name} experts do not run beside adapters; qarl eval --engine packed"
     return serve_command(destination, training.fmt, training.targets) + _precision(base) + _adapter_options(training)
+
+
+def _lacking(run: Path, training: Training) -> dict[str, Any] | None:
+    """Return what the record of a packed export says of the adapters that stay in the run; None if it has none."""
+    if not training.adapters:
+        return None
+    checkpoint = training.files[0].parent.parent
+    return {"run": str(run.absolute()), "step": int(checkpoint.name.removeprefix("step_")), "rank": _rank(training)}
 
 
 def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite: bool) -> None:
@@ -91,7 +101,7 @@ def _copy(base: Checkpoint, training: Training, destination: Path, *, overwrite:
             written = write_overlay(base, training.parameters, copy, link=False)
             if base.tokenizer is not None:
                 _replace_tokenizer(copy, base.tokenizer)
-            _sign(written, training)
+            _sign(replace(written, adapters=base.adapters), training)
             _publish(copy, destination)
 
 
@@ -122,7 +132,9 @@ def _sign(copy: Checkpoint, training: Training) -> None:
     written = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *copy.files}
     # The base's own list may lack a tokenizer that was added to it, and name one that this run replaced.
     copied = sorted({copied_name(path) for path in copy.folder.rglob("*") if path.is_file()} - written)
-    _write_json(record, (read_record(copy.folder) or made) | {"copied": copied})
+    # The base, too, may be a packed export, of which other adapters stayed in their run.
+    kept = {key: value for key, value in read_record(copy.folder).items() if key != "adapters"}
+    _write_json(record, (kept or made) | {"copied": copied} | adapters_record(copy.adapters))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -145,6 +157,9 @@ def _precision(base: Checkpoint) -> str:
 def _adapter_options(training: Training) -> str:
     if not training.adapters:
         return ""
-    rank = len(next(iter(training.adapters.values()))[0])
     adapter = shlex.quote(f"adapter={training.files[0].parent}")
-    return f" --enable-lora --max-lora-rank {rank} --lora-modules {adapter}"
+    return f" --enable-lora --max-lora-rank {_rank(training)} --lora-modules {adapter}"
+
+
+def _rank(training: Training) -> int:
+    return len(next(iter(training.adapters.values()))[0])

@@ -18,7 +18,7 @@ from qarl_nemo.checkpoints import open_checkpoint, quantize_checkpoint
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
 from qarl_nemo.checkpoints.reader import DTYPES, FLOAT_DTYPES
 from qarl_nemo.cli import app
-from qarl_nemo.files import exclusive
+from qarl_nemo.files import FileError, exclusive
 from qarl_nemo.layers.frozen import FrozenBase
 from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.names import parameter_name
@@ -268,6 +268,35 @@ def test_a_packed_copy_says_in_its_files_what_it_is(tmp_path):
     (file,) = (tmp_path / "out").glob("*.safetensors")
     with safe_open(file, framework="pt") as handle:
         assert handle.metadata()["qarl_format"] == "int8"
+
+
+@pytest.mark.parametrize("base", ["bf16", "int8"])
+def test_a_packed_model_without_its_adapters_is_not_evaluated(runs, tmp_path, base):
+    run, step, rank = runs[0] / "w4a16", 4, 8
+    if base == "int8":
+        trained_on_int8(tmp_path, lora={"rank": 16})
+        run, step, rank = tmp_path / "run", 2, 16
+    assert export(run, tmp_path / "out", "--packed").exit_code == 0
+    record = json.loads((tmp_path / "out" / "qarl_quantization.json").read_text())
+    assert record["adapters"] == {"run": str(run), "step": step, "rank": rank}
+    said = rf"run {run} trained up to step {step} without its adapters of rank {rank}, .* in its place: {run}$"
+    with pytest.raises(FileError, match=said):
+        find_model(tmp_path / "out")
+    record["adapters"] = "none"
+    (tmp_path / "out" / "qarl_quantization.json").write_text(json.dumps(record))
+    with pytest.raises(FileError, match="expected adapters, an object with run, step and rank, found 'none'"):
+        find_model(tmp_path / "out")
+
+
+def test_what_a_run_trained_on_a_base_that_lacked_adapters_is_whole(odd_rewards, tmp_path):
+    def change(folder):
+        record = json.loads((folder / "qarl_quantization.json").read_text())
+        record["adapters"] = {"run": "gone", "step": 1, "rank": 1}
+        (folder / "qarl_quantization.json").write_text(json.dumps(record))
+
+    trained_on_int8(tmp_path, change)
+    assert export(tmp_path / "run", tmp_path / "out", "--packed").exit_code == 0
+    assert find_model(tmp_path / "out").format_name == "int8"
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8}])

@@ -10,6 +10,7 @@ from pathlib import Path
 from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.architecture import CONFIG_FILE
 from qarl_nemo.checkpoints import open_checkpoint
+from qarl_nemo.checkpoints.hf_config import require_no_adapters
 from qarl_nemo.checkpoints.hints import folder_hint
 from qarl_nemo.checkpoints.reader import Checkpoint
 from qarl_nemo.checkpoints.stored import Stored
@@ -77,7 +78,7 @@ def find_model(path: Path, base: Path | None = None) -> EvalModel:
         The model; a run's is served in the format of its rollouts.
 
     Raises:
-        ValueError: it is neither, or damaged.
+        ValueError: it is neither, or damaged, or lacks the adapters of a run.
     """
     if (path / CONFIG_FILE).is_file():
         return _checkpoint_model(path)
@@ -90,6 +91,7 @@ def find_model(path: Path, base: Path | None = None) -> EvalModel:
 
 
 def _checkpoint_model(path: Path) -> EvalModel:
+    require_no_adapters(path)
     checkpoint = open_checkpoint(path)
     stored = Stored.of(checkpoint)
     if stored is None:
