@@ -1,8 +1,10 @@
 """Hints: what a folder or file that is not a checkpoint may be instead, and what to do about it."""
 
+import shlex
 from pathlib import Path
 
 from qarl_nemo.architecture import hub_hint
+from qarl_nemo.checkpoints.iterations import find_iterations
 
 _ADAPTER = "adapter_config.json"
 # What a run on a frozen base trained, beside adapters or without any.
@@ -20,6 +22,15 @@ def lfs_hint(path: Path) -> str:
     except OSError:
         return ""
     return "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository" if pointer else ""
+
+
+def no_folder(path: Path) -> str:
+    """Say that what should be a folder does not exist or is a file, and what to name; empty if it is a folder."""
+    if path.is_dir():
+        return ""
+    if not path.exists():
+        return f"{path} does not exist{hub_hint(path)}"
+    return f"{path} is a file, not a folder; name the folder that it is in: {path.parent}"
 
 
 def folder_hint(folder: Path) -> str:
@@ -40,6 +51,10 @@ def folder_hint(folder: Path) -> str:
         return f"; the weights of a training checkpoint are in {folder / 'model'}: name that"
     if models:
         return f"; it is a run and holds {len(models)} models: name one of {', '.join(map(str, models))}"
+    if iterations := find_iterations(folder):
+        newest = shlex.quote(str(iterations[-1]))
+        held = "is a torch_dist checkpoint" if iterations == [folder] else "holds torch_dist checkpoints"
+        return f"; it {held} of Megatron: qarl convert {newest} DESTINATION --hf-model MODEL"
     runs = sorted(path.parent for path in folder.glob("*/checkpoints"))
     if runs:
         return f"; it holds {len(runs)} runs: name one of {', '.join(map(str, runs))}"

@@ -11,21 +11,17 @@ from torch import Tensor
 
 from qarl_nemo.architecture import MEGATRON_FAMILIES, Architecture
 from qarl_nemo.checkpoints.chunks import ChunkReader
-from qarl_nemo.checkpoints.hints import folder_hint
+from qarl_nemo.checkpoints.hints import folder_hint, no_folder
+from qarl_nemo.checkpoints.iterations import METADATA_FILE, find_iterations
 from qarl_nemo.checkpoints.megatron_layout import Location, Weight, model_weights
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, DTYPES, FLOAT_DTYPES, Checkpoint, TensorInfo, read_config
 from qarl_nemo.checkpoints.table_of_contents import read_table_of_contents
-from qarl_nemo.checkpoints.torch_dist import METADATA_FILE, TorchDist
+from qarl_nemo.checkpoints.torch_dist import TorchDist
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.names import summarize_names
 
 # What a training checkpoint holds besides the model's weights.
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|.*\._extra_state")
-_WEIGHTS = ("policy/weights/", "weights/")
-# Where Megatron-core and NeMo-RL keep iterations, from the folder of one to that of a whole run.
-_ITERATIONS = tuple(
-    f"{above}{weights}iter_*" for above in ("", "step_*/", "checkpoints/step_*/") for weights in ("", *_WEIGHTS)
-)
 _DTYPES = {DTYPES[name]: name for name in FLOAT_DTYPES}
 
 
@@ -70,6 +66,8 @@ def open_megatron(folder: str | Path, hf_model: str | Path, *, drop_vocab_paddin
         ValueError: not such a checkpoint, or not this model's; every problem is listed with every name.
     """
     folder, hf_model = _iteration_folder(Path(folder)), Path(hf_model)
+    if absent := no_folder(hf_model):
+        raise FileError(f"no config.json says what model this is: {absent}")
     problems: list[str] = []
     config = read_config(hf_model, problems)
     if problems:
@@ -91,11 +89,9 @@ def open_megatron(folder: str | Path, hf_model: str | Path, *, drop_vocab_paddin
 
 def _iteration_folder(folder: Path) -> Path:
     """Return the folder with `.metadata`: this one, or that of the only iteration below it, of Megatron or NeMo-RL."""
-    found = [folder] if (folder / METADATA_FILE).is_file() else []
-    for pattern in _ITERATIONS:
-        found = found or sorted((path.parent for path in folder.glob(f"{pattern}/{METADATA_FILE}")), key=_in_order)
-    if not folder.exists():
-        raise FileError(f"{folder} does not exist{folder_hint(folder)}")
+    if absent := no_folder(folder):
+        raise FileError(absent)
+    found = find_iterations(folder)
     if not found:
         raise FileError(f"{folder} is not a torch_dist checkpoint (a folder with {METADATA_FILE}){_hint(folder)}")
     if len(found) > 1:
@@ -107,11 +103,6 @@ def _iteration_folder(folder: Path) -> Path:
     if backend != "torch_dist":
         raise FileError(f"{found[0]} has the format {backend}; only torch_dist is read, save it as that")
     return found[0]
-
-
-def _in_order(path: Path) -> list[int]:
-    """Sort steps by their numbers."""
-    return [int(number) for number in re.findall(r"\d+", str(path))]
 
 
 def _hint(folder: Path) -> str:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qarl_nemo.architecture import CONFIG_FILE
-from qarl_nemo.checkpoints.hints import folder_hint, lfs_hint
+from qarl_nemo.checkpoints.hints import folder_hint, lfs_hint, no_folder
 from qarl_nemo.files import FileError, read_json, require_file
 from qarl_nemo.names import natural_key, summarize_names
 
@@ -186,8 +186,8 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> Mapping[str, list[str] | None]:
     """Return file -> names the index promises for it (None: whatever the file holds)."""
-    if not folder.is_dir():
-        raise FileError(f"checkpoint {folder} is not a folder{folder_hint(folder)}")
+    if absent := no_folder(folder):
+        raise FileError(f"checkpoint {absent}")
     if os.path.lexists(folder / INDEX_FILE):
         return _index(folder / INDEX_FILE)
     if os.path.lexists(folder / SINGLE_FILE):

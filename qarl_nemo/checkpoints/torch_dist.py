@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qarl_nemo.checkpoints.hints import lfs_hint
+from qarl_nemo.checkpoints.iterations import METADATA_FILE
 from qarl_nemo.checkpoints.stored_tensor import StoredTensor
-
-METADATA_FILE = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qarl_formats import BASELINE, get_format
 from qarl_nemo.checkpoints import Checkpoint, QuantizeProgress, QuantizeReport, open_checkpoint, quantize_checkpoint
-from qarl_nemo.checkpoints.hints import folder_hint
+from qarl_nemo.checkpoints.hints import folder_hint, no_folder
 from qarl_nemo.checkpoints.merge import MergedReader, Training, merged_checkpoint, rounding_loss
 from qarl_nemo.files import FileError
 from qarl_nemo.layers.lora import PREFIX
@@ -70,6 +70,8 @@ def read_run(run: Path, base_folder: Path | None = None) -> tuple[Checkpoint, Tr
     Raises:
         ValueError: it is no such run.
     """
+    if absent := no_folder(run):
+        raise FileError(f"no run of qarl train: {absent}")
     if not (run / RUN_CONFIG).is_file():
         alone = is_trained_alone(run) or is_trained_alone(run / "model")
         hint = folder_hint(run) if alone or any(run.glob("*/checkpoints")) else ""

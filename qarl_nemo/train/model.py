@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from qarl_nemo.architecture import CONFIG_FILE, read_architecture
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.content import require_whole
-from qarl_nemo.checkpoints.hints import folder_hint
+from qarl_nemo.checkpoints.hints import folder_hint, no_folder
 from qarl_nemo.files import FileError, read_json
 from qarl_nemo.train.config import ModelInit, PolicyConfig
 from qarl_nemo.train.engine_forward import follow_engine
@@ -182,6 +182,8 @@ def checkpoint_config(path: Path) -> PreTrainedConfig:
     Raises:
         ValueError: the directory is not a checkpoint of a supported model type; says what it may be instead.
     """
+    if absent := no_folder(path):
+        raise FileError(f"no Hugging Face checkpoint: {absent}")
     if not (path / CONFIG_FILE).exists():
         raise ValueError(
             f"{path} is not a Hugging Face checkpoint directory: it has no {CONFIG_FILE}{folder_hint(path)}"

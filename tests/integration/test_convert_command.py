@@ -90,7 +90,7 @@ def test_everything_wrong_with_the_options_is_listed_at_once(qarl, hf_model, tmp
     file.touch()
     wrong = ["--format", "nf4", "--targets", "x", "--max-shard-bytes", 0, "--device", "tpu"]
     for command, source, options, problem in (
-        ("quantize", file, [], f"checkpoint {file} is not a folder"),
+        ("quantize", file, [], f"checkpoint {file} is a file, not a folder; name the folder that it is in: {tmp_path}"),
         ("convert", hf_model, ["--hf-model", hf_model], f"{hf_model} is not a torch_dist checkpoint"),
     ):
         code, printed = qarl(command, source, file / "out", *options, *wrong)

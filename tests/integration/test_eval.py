@@ -311,7 +311,7 @@ def test_everything_wrong_is_in_one_error(checkpoint, tmp_path, sums):
         prepare(wrong)
     for expected in (
         "named more than once",
-        "none is neither a Hugging Face checkpoint",
+        "none does not exist",
         "livecodebench is not supported",
         "unknown benchmark 'gsm'",
         "no benchmark for the data of gsm9k",

@@ -11,7 +11,7 @@ from qarl_formats import BASELINE, QuantFormat, get_format
 from qarl_nemo.architecture import CONFIG_FILE
 from qarl_nemo.checkpoints import open_checkpoint
 from qarl_nemo.checkpoints.hf_config import require_no_adapters
-from qarl_nemo.checkpoints.hints import folder_hint
+from qarl_nemo.checkpoints.hints import folder_hint, no_folder
 from qarl_nemo.checkpoints.reader import Checkpoint
 from qarl_nemo.checkpoints.stored import Stored
 from qarl_nemo.config import QarlConfig, validate
@@ -84,9 +84,13 @@ def find_model(path: Path, base: Path | None = None) -> EvalModel:
         return _checkpoint_model(path)
     if (path / RUN_CONFIG).is_file() and ((path / "checkpoints").is_dir() or (path / FACTS_FILE).is_file()):
         return _run_model(path, base)
+    if absent := no_folder(path):
+        raise FileError(f"no model: {absent}")
+    hint = folder_hint(path)
+    megatron = "" if "qarl convert" in hint else "; Megatron checkpoints of NeMo-RL become one by qarl convert"
     raise FileError(
         f"{path} is neither a Hugging Face checkpoint ({CONFIG_FILE}) nor a run of qarl train ({RUN_CONFIG} and "
-        f"checkpoints/){folder_hint(path)}; Megatron checkpoints of NeMo-RL become one by qarl convert"
+        f"checkpoints/){hint}{megatron}"
     )
 
 

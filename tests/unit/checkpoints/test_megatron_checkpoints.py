@@ -137,7 +137,10 @@ def test_the_steps_of_a_run_are_listed_in_order(models, tmp_path):
 def test_a_pointer_in_the_place_of_a_shard_and_a_hub_name_get_their_hints(megatron, tmp_path, monkeypatch):
     source, folder = megatron()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"what model this is; a model on the .*: hf download Qwen/Qwen3-8B"):
+    with pytest.raises(
+        ValueError,
+        match=r"what model this is: Qwen/Qwen3-8B does not exist; a model on the .*: hf download Qwen/Qwen3-8B",
+    ):
         open_megatron(source, "Qwen/Qwen3-8B")
     (shard,) = source.glob("*.distcp")
     shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")

@@ -205,7 +205,7 @@ def test_a_quantization_config_that_is_no_object_is_named(source, tmp_path, read
 
 def test_a_hub_name_is_told_from_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileError, match=r"Qwen/Qwen3-8B is not a folder; .*hf download Qwen/Qwen3-8B"):
+    with pytest.raises(FileError, match=r"Qwen/Qwen3-8B does not exist; .*hf download Qwen/Qwen3-8B"):
         open_checkpoint("Qwen/Qwen3-8B")
-    with pytest.raises(FileError, match=r"is not a folder$"):
+    with pytest.raises(FileError, match=r"gone does not exist$"):
         open_checkpoint(tmp_path / "gone")
