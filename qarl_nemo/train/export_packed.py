@@ -72,8 +72,8 @@ def export_packed(
     else:
         _copy(replace(base, adapters=lacking), training, destination, overwrite=overwrite)
     if training.adapters and not training.fmt.runs_beside_adapters(training.targets):
-        name = training.fmt.name
-        return f"not by vLLM, whose kernels for {name} experts do not run beside adapters; qarl eval --engine packed"
+        why = f"whose kernels for {training.fmt.name} experts do not run beside adapters"
+        return f"not by vLLM, {why}; qarl eval {shlex.quote(str(run))} --engine packed"
     return serve_command(destination, training.fmt, training.targets) + _precision(base) + _adapter_options(training)
 
 

@@ -367,7 +367,9 @@ def test_no_command_serves_experts_whose_kernels_do_not_run_beside_adapters(tmp_
     train(tmp_path / "run", policy={"lora": {"rank": 8}}, qarl=qarl, grpo={"max_num_steps": 2})
     done = export(tmp_path / "run", tmp_path / "out", "--packed")
     assert done.exit_code == 0, done.output
-    assert "whose kernels for fp8_channel experts do not run beside adapters" in " ".join(done.output.split())
+    printed = " ".join(done.output.split())
+    assert "whose kernels for fp8_channel experts do not run beside adapters" in printed
+    assert f"qarl eval {tmp_path / 'run'} --engine packed" in printed
     assert "vllm serve" not in done.output
 
 
