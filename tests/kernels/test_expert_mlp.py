@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from qarl_kernels import GemmOperand, expert_mlp, quantize_weight, route_rows
-from qarl_kernels.expert_mlp import swiglu
+from qarl_kernels.expert_mlp import combine_choices, swiglu
+from qarl_kernels.low_rank import low_rank
 from support.asserts import assert_bitwise_equal, assert_snr
 from support.formats import FORMATS, uneven_weight
 
@@ -226,3 +227,23 @@ def test_a_very_negative_gate_has_a_gradient(key):
     sigmoid = gates.double().sigmoid()
     slope = sigmoid * (1 + gates.double() * (1 - sigmoid))
     torch.testing.assert_close(hidden.grad, torch.cat([2 * slope, gates * sigmoid]).float(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("key", [key for key, fmt in FORMATS.items() if fmt.router_weight != "weighted_sum"])
+def test_what_an_adapter_of_down_adds_is_rounded_after_its_router_weight(key):
+    fmt, weight = FORMATS[key], torch.rand(4, TOP_K, 1)
+    choices, added = torch.randn(4, TOP_K, 64).bfloat16(), torch.randn(4, TOP_K, 64)
+    combined = combine_choices(choices, weight, fmt, torch.bfloat16, added)
+    # BF16 plus BF16 is rounded to BF16: once a choice, and in the sum over them.
+    alone = (combine_choices(choices[:, k, None], weight[:, k, None], fmt, torch.bfloat16) for k in range(TOP_K))
+    first, second = (base + (added * weight)[:, k].bfloat16() for k, base in enumerate(alone))
+    assert_bitwise_equal(combined, first + second)
+
+
+def test_an_adapters_product_is_not_rounded_where_fp32_is_asked_for():
+    # Small integers: sums are exact, and 257 needs more bits than BF16 has.
+    x, a = torch.tensor([[1.0, 16.0]]).bfloat16(), torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]).bfloat16()
+    b = torch.tensor([[[1.0, 16.0]]]).bfloat16()
+    offsets = torch.tensor([0, 1], dtype=torch.int32)
+    assert low_rank(x, (a, b), offsets, out_dtype=torch.float32).tolist() == [[257.0]]
+    assert low_rank(x, (a, b), offsets).tolist() == [[256.0]]

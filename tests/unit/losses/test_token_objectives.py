@@ -67,6 +67,13 @@ def test_band_metrics_count_tokens(name, positive, negative):
     assert metrics["mismatch_capped_fraction"].item() == pytest.approx(2 / 6)
 
 
+def test_the_adaptive_line_is_multiplied_by_what_was_truncated():
+    # w = 4 and C = 2: the line is 1.2 * 2 = 2.4, and not 1.2 + 1.
+    curr, data = batch_from_gaps([[math.log(2.3), math.log(2.5)]], [[math.log(4.0)] * 2], [1.0])
+    _, grad = run(make_loss("qurl_acr"), curr, data)
+    assert (grad != 0).tolist() == [[True, False]]
+
+
 def test_a_weight_on_the_cap_is_used_as_it_is():
     log_mismatch = torch.tensor([math.log(2.0), math.log(2.0) + 1e-9], dtype=torch.float64)
     units = Units.of(torch.ones(2), torch.tensor(2.0))

@@ -5,9 +5,9 @@ from torch import nn
 from qarl_kernels import GemmOperand, QuantizedWeight, get_format, quantize_weight, stored_layout
 from qarl_nemo.layers.experts import AlignedExperts
 from qarl_nemo.layers.linear import AlignedLinear
-from qarl_nemo.layers.weight import MasterChanges
+from qarl_nemo.layers.weight import AlignedWeight, MasterChanges
 from qarl_nemo.refit.manifest import Manifest
-from qarl_nemo.refit.publish import publish
+from qarl_nemo.refit.publish import packed, publish
 from support.asserts import assert_bitwise_equal
 from support.formats import FORMATS, uneven_weight
 
@@ -115,6 +115,20 @@ def test_another_rollout_format_is_quantized_from_the_masters(other):
 def test_the_same_name_with_other_options_is_another_format():
     block, fmt = Block(FORMATS["w4a16"], torch.bfloat16), get_format("w4a16", group_size=32)
     assert block.publish(fmt).tensors[f"{LINEAR}.weight_scale"].shape == (192, 4)
+
+
+@pytest.mark.parametrize("executed", ["nvfp4", "bf16"])
+def test_fused_weights_are_served_with_one_global_scale(executed):
+    fmt, changes = get_format("nvfp4"), MasterChanges()
+    small, large = (nn.Parameter(scale * uneven_weight(32, 64)) for scale in (1.0, 4.0))
+    pairs = {"q_proj": (small, large), "k_proj": (large, small)}
+    weights = [
+        AlignedWeight(name, own, get_format(executed), changes, fused=[other]) for name, (own, other) in pairs.items()
+    ]
+    ours, theirs = (packed(weight, fmt).tensors["weight_global_scale"] for weight in weights)
+    assert_bitwise_equal(ours, theirs)
+    # On its own the smaller one has another.
+    assert not torch.equal(quantize_weight(small, fmt).tensors["weight_global_scale"], ours)
 
 
 def test_the_manifest_describes_the_update(fmt):

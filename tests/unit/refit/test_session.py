@@ -96,8 +96,15 @@ def test_a_rank_that_no_update_was_announced_to_takes_none(session):
     assert_serves(session, update_of(1))
 
 
-def test_an_update_is_served_once(session):
-    refit(session, update_of(2))
+@pytest.mark.parametrize("rehearsed", [False, True])
+def test_an_update_is_served_once(session, rehearsed):
+    if rehearsed:
+        rehearse(session, update_of(2))
+        session.replace(2)
+        send(session, update_of(2))
+        session.finish(2)
+    else:
+        refit(session, update_of(2))
     with pytest.raises(RuntimeError, match="no refit is under way"):
         session.replace(2)
     assert_serves(session, update_of(2))

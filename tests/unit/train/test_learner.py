@@ -1,5 +1,6 @@
 """One policy update: micro-batches, minibatches, and what a non-finite loss does."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -113,6 +114,14 @@ def test_counts_add_up_over_minibatches_and_rates_average(rollouts):
     assert metrics["loss/fraction_positive"] == metrics["loss/fraction_negative"] == 0.5
     assert metrics["optim/lr"] == pytest.approx(1e-3)
     assert metrics["optim/skipped_steps"] == 0
+
+
+def test_the_objective_weighs_what_the_engine_said(rollouts):
+    engine = make_engine()
+    # As of an engine that gave every token a little less than the learner does.
+    sampled = replace(rollouts, generation_logprobs=rollouts.generation_logprobs - 0.25 * rollouts.response_mask)
+    result = engine.learner.update(sampled, engine.learner.prev_logprobs(sampled), advantages(), ALL)
+    assert result.metrics["loss/mismatch_weight_mean"] == pytest.approx(math.exp(0.25), abs=1e-3)
 
 
 def test_entropy_is_that_of_the_policy_at_the_sampling_temperature(rollouts):
