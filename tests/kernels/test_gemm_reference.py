@@ -6,6 +6,7 @@ import torch
 from qarl_kernels import (
     GemmOperand,
     QuantizedWeight,
+    fp8,
     gemm,
     get_format,
     grouped_gemm,
@@ -53,6 +54,18 @@ def test_gemm_is_the_product_of_quantized_activations_and_the_effective_weight(f
             assert_snr(result, x.double() @ operand.effective_weight().double().mT, MIN_DB[dtype])
     with pytest.raises(AssertionError, match="SNR"):
         assert_snr(result, expected_product(x, operand.effective_weight().mT, fmt), MIN_DB[dtype])
+
+
+def test_a_block_of_fp8_is_scaled_by_its_tokens_group_before_its_weights_block():
+    # One column a token, so that the sum is one product of two E4M3 numbers, which is exact.
+    x = torch.diag(torch.rand(128) + 0.5)
+    operand = GemmOperand.from_weight(quantize_weight(uneven_weight(256, 128), FORMATS["fp8_block"]), torch.float32)
+    codes, token = fp8.quantize_group(x)
+    sums, block = codes.float().diag()[:, None] * operand.values.T, operand.scale.repeat_interleave(128, 0).T
+    # A code of -0 alone gives -0, and within a sum 0.
+    assert torch.equal(gemm(x, operand), sums * token * block)
+    for other in (sums * block * token, sums * (token * block)):
+        assert not torch.equal(gemm(x, operand), other)
 
 
 @pytest.mark.parametrize("key", [key for key, fmt in FORMATS.items() if fmt.is_quantized])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from qarl_nemo.losses.nonfinite import first_nonfinite
 from support.nemo_batches import Replaced, counts, make_batch, make_loss
 
 
@@ -37,6 +38,14 @@ def test_responses_that_count_in_part_are_counted_in_part():
     curr, data = make_batch()
     data["sample_mask"] = torch.tensor([0.5, 1.0, 0.25, 0.0, 2.0, 0.125, 1.0, 0.75])
     assert run(make_loss(), curr, data)[1]["num_valid_samples"] == 5.625
+
+
+def test_of_two_numbers_of_a_token_that_are_not_finite_the_one_of_the_learner_is_named():
+    values = {name: torch.zeros(2, 3) for name in ("curr_logprobs", "prev_logprobs", "advantages")}
+    for name in ("advantages", "prev_logprobs"):
+        values[name][1, 2] = math.inf
+    found = first_nonfinite(values, torch.ones(2, 3, dtype=torch.bool), torch.arange(2))
+    assert str(found) == "response 1, response token 2: prev_logprobs is inf"
 
 
 def test_a_loss_that_overflows_is_noticed_though_no_number_did():

@@ -225,6 +225,7 @@ def test_codes_that_come_nested_are_rounded_on_arrival(grid_bits):
         ({"published": "w6a16"}, "nested_in='w6a16'"),
         ({"format": "fp8_block"}, "takes no nested_in"),
         ({"grid_bits": 8}, "grid_bits=8: codes of w4a16 have 2 to 4 bits"),
+        ({"grid_bits": 1}, "grid_bits=1: codes of w4a16 have 2 to 4 bits"),
     ],
 )
 def test_a_nesting_that_cannot_be_is_no_manifest(change, problem):

@@ -175,6 +175,13 @@ def test_a_broken_weight_that_is_served_as_it_is_is_named(fmt, value):
         block.publish(fmt)
 
 
+def test_a_large_weight_that_is_served_as_it_is_is_not_broken():
+    # The sum of its squares is infinite in FP32.
+    large = torch.full((64,), 1e30)
+    update = publish({}, [("model.norm.weight", large)], get_format("bf16"), version=1)
+    assert_bitwise_equal(update.tensors["model.norm.weight"], large)
+
+
 @pytest.mark.parametrize("executed", ["same", "bf16"])
 def test_a_broken_master_is_named(fmt, executed):
     block = Block(fmt if executed == "same" else get_format("bf16"), torch.bfloat16)
