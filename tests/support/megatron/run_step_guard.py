@@ -85,6 +85,7 @@ def write_facts(rank: int, folder: str) -> None:
         facts["error"] = str(error)
     facts["num_skipped"] = guard.num_skipped
     facts["own"] = own_skips(optimizer, guard, lambda: step(1.0)[0])
+    facts["norms_by_group"] = skip_for_causes(optimizer, guard, lambda factor: step(factor)[0])
     Path(folder, f"facts{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
 
@@ -99,6 +100,25 @@ def own_skips(optimizer: Any, guard: StepGuard, step: Callable[[], bool]) -> lis
         outcomes.append((step(), guard.skipped_in_a_row))
         vars(optimizer).pop("step_with_ready_grads", None)
     return outcomes
+
+
+def skip_for_causes(optimizer: Any, guard: StepGuard, step: Callable[[float], bool]) -> dict[str, float]:
+    """Skip a step that two ranks found causes of, one with none, and one after a step that was applied all the same.
+
+    Returns:
+        The norms by group that the first of them left.
+    """
+    optimizer.grad_norms_by_group = {"of the step before": 1.0}
+    # The first response is the last one that the last rank found.
+    last, first = ((9, 4), (3, 0))[dist.get_rank()]
+    guard.nonfinite = [NonFinite(last, 1, "prev_logprobs", math.nan), NonFinite(first, 7, "advantages", math.inf)]
+    step(math.nan)
+    norms = optimizer.grad_norms_by_group
+    step(math.nan)
+    guard.nonfinite.append(NonFinite(5, 1, "prev_logprobs", math.nan))
+    step(1.0)
+    step(math.nan)
+    return norms
 
 
 def count_preparations(optimizer: Any) -> list[None]:

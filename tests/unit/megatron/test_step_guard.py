@@ -53,6 +53,13 @@ def test_all_ranks_stop_with_the_response_that_one_of_them_held(ran):
         assert "qarl.max_skipped_steps" in one["error"]
 
 
+def test_a_skipped_step_is_put_down_to_the_first_response_that_its_own_loss_found(ran):
+    printed, facts = ran
+    causes = [line.partition(" in a row: ")[2] for line in printed.splitlines() if "optimizer step skipped" in line]
+    assert causes[-3:] == ["response 0, response token 7: advantages is inf", cause_of(None), cause_of(None)]
+    assert [one["norms_by_group"] for one in facts] == [{}, {}]
+
+
 def test_a_step_that_megatron_skips_by_itself_counts_on_all_ranks(ran):
     _, (applied, skipped) = ran
     assert skipped["own"] == [[True, 0], [False, 1], [True, 0]]
