@@ -1,5 +1,8 @@
 """What a step of a run samples, verifies and hands to the learner."""
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -64,9 +67,28 @@ def test_no_more_responses_are_sampled_at_a_time_than_was_said_and_a_refits_size
     assert size == trainer.learner.publish(trainer.format).num_bytes > 0
 
 
-def test_a_run_is_saved_at_its_end_and_goes_on_counting_its_seconds_from_there(tmp_path):
+def test_a_run_is_saved_at_its_end_and_goes_on_counting_its_seconds_from_there(tmp_path, monkeypatch):
+    # A second from each look at the clock to the next, which are one before and one after a step.
+    ticks = count()
+    monkeypatch.setattr("qarl_nemo.train.trainer.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     # Between two checkpoints of every second step.
     Trainer(make_config(tmp_path, grpo={"max_num_steps": 3})).train()
     resumed = Trainer(make_config(tmp_path))
     assert resumed.step == 3
-    assert resumed.elapsed_s == pytest.approx(column(read_metrics(tmp_path), "time_s")[-1])
+    first, *_, last = column(read_metrics(tmp_path), "time_s")
+    assert resumed.elapsed_s == last
+    resumed.train()
+    # The first counts what went before it, too.
+    assert column(read_metrics(tmp_path), "time_s") == pytest.approx([first + step for step in range(4)])
+
+
+def test_a_run_that_is_told_to_end_when_its_time_is_up_does_not_validate(tmp_path, monkeypatch):
+    for told in (False, True):
+        folder = tmp_path / str(told)
+        trainer = Trainer(make_config(folder, grpo={"max_num_steps": 4, "val_period": 9}))
+        # The first step validates in any case.
+        monkeypatch.setattr(trainer.limit, "is_up", lambda trainer=trainer: trainer.step == 2)
+        trainer.train(lambda trainer=trainer, told=told: told and trainer.step == 2)
+        first, second = read_metrics(folder)
+        assert "validation/reward" in first
+        assert ("validation/reward" in second) == (not told)

@@ -73,6 +73,18 @@ def test_the_tolerance_notices_a_missing_response_and_a_local_mean(rollouts):
         assert (found - reference).abs().max() > 1e-3 * reference.abs().max()
 
 
+def test_a_response_without_a_token_is_no_part_of_the_mean(rollouts):
+    whole, without = make_engine(loss=WIDE_TBPO), make_engine(loss=WIDE_TBPO)
+    mask = rollouts.response_mask.clone()
+    mask[3] = False
+    metrics = update(whole, replace(rollouts, response_mask=mask)).metrics
+    expected = update(without, rollouts, [ALL[0][ALL[0] != 3]]).metrics
+    assert metrics["loss/num_valid_seqs"] == expected["loss/num_valid_seqs"] == NUM - 1
+    reference = gradients(without)
+    # Counted in the mean, it would take a sixteenth off.
+    assert (gradients(whole) - reference).abs().max() < 1e-5 * reference.abs().max()
+
+
 def test_each_minibatch_takes_one_step_and_the_next_sees_the_new_weights(rollouts):
     engine = make_engine(W4A16_G32)
     prev = engine.learner.prev_logprobs(rollouts)
