@@ -57,12 +57,8 @@ def write_facts(rank: int, folder: str) -> None:
     def weight() -> list[float]:
         return model.module.weight.detach().flatten().tolist()
 
-    try:
-        # Both ranks do this, because a rank that Megatron ends would leave the other waiting.
-        step(math.nan)
-        without = ""
-    except RuntimeError as error:
-        without = type(error).__name__
+    # Both ranks do this, because a rank that Megatron ends would leave the other waiting.
+    without = type(error_of(lambda: step(math.nan))).__name__
     dist.barrier()
     guard = StepGuard([model], optimizer, limit=3)
     facts = {"without": without, "start": weight(), "steps": [], "norms": [], "weights": [], "in_a_row": []}
@@ -78,16 +74,21 @@ def write_facts(rank: int, folder: str) -> None:
         facts["in_a_row"].append(guard.skipped_in_a_row)
     facts["prepared"] = len(prepared)
     guard.nonfinite = []
-    try:
-        step(math.nan if rank else 1.0)
-        facts["error"] = ""
-    except RuntimeError as error:
-        facts["error"] = str(error)
+    facts["error"] = str(error_of(lambda: step(math.nan if rank else 1.0)))
     facts["num_skipped"] = guard.num_skipped
     facts["own"] = own_skips(optimizer, guard, lambda: step(1.0)[0])
     facts["norms_by_group"] = skip_for_causes(optimizer, guard, lambda factor: step(factor)[0])
     Path(folder, f"facts{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
+
+
+def error_of(step: Callable[[], object]) -> RuntimeError | None:
+    """Return what a step raises, if it does."""
+    try:
+        step()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def own_skips(optimizer: Any, guard: StepGuard, step: Callable[[], bool]) -> list[tuple[bool, int]]:
