@@ -136,8 +136,10 @@ def test_no_stored_weight_is_infinite(fmt, largest):
     weight[2, 5] = largest
     limit = {"int": 2.0**127, "nvfp4": 2.0**20}.get(fmt.weight_kind)
     if limit is not None:
-        with pytest.raises(ValueError, match=r"here \[128, 128\] \(1, the first at index \[2, 5\]: "):
-            quantize_weight(weight, fmt, name="here")
+        for refused in (largest, math.copysign(limit, largest)):
+            weight[2, 5] = refused
+            with pytest.raises(ValueError, match=r"here \[128, 128\] \(1, the first at index \[2, 5\]: "):
+                quantize_weight(weight, fmt, name="here")
         largest = weight[2, 5] = math.copysign(limit * (1 - 2.0**-8), largest)
     values = quantize_weight(weight, fmt).dequantize()
     assert values.isfinite().all()
