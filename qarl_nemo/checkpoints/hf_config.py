@@ -1,6 +1,7 @@
 """The files around the weights: config.json, the index, the record of what was quantized, tokenizer files."""
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,8 @@ def require_no_adapters(folder: Path) -> None:
     run = adapters["run"]
     raise FileError(
         f"{folder} is what the run {run} trained up to step {adapters['step']} without its adapters of rank "
-        f"{adapters['rank']}, so it is not the model that was trained; name the run in its place: {run}"
+        f"{adapters['rank']}, so it is not the model that was trained; qarl eval takes the run in its place, and a "
+        f"whole model of it is made by: qarl export {shlex.quote(str(run))} DESTINATION --dequantize"
     )
 
 

@@ -132,9 +132,7 @@ def _sign(copy: Checkpoint, training: Training) -> None:
     written = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *copy.files}
     # The base's own list may lack a tokenizer that was added to it, and name one that this run replaced.
     copied = sorted({copied_name(path) for path in copy.folder.rglob("*") if path.is_file()} - written)
-    # The base, too, may be a packed export, of which other adapters stayed in their run.
-    kept = {key: value for key, value in read_record(copy.folder).items() if key != "adapters"}
-    _write_json(record, (kept or made) | {"copied": copied} | adapters_record(copy.adapters))
+    _write_json(record, (read_record(copy.folder) or made) | {"copied": copied} | adapters_record(copy.adapters))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from qarl_kernels import TOO_LARGE, QuantizedWeight, largest, quantize_weight, s
 from qarl_nemo.architecture import CONFIG_FILE, Architecture
 from qarl_nemo.checkpoints import Checkpoint, open_checkpoint
 from qarl_nemo.checkpoints.content import drop_reason, require_tied_copy, require_whole
+from qarl_nemo.checkpoints.hf_config import require_no_adapters
 from qarl_nemo.checkpoints.scheme import nearest_format
 from qarl_nemo.checkpoints.stored import Layout, Stored, renaming, stored_infos, stored_layers, stored_names
 from qarl_nemo.config import QarlConfig
@@ -36,11 +37,12 @@ def require_packed_base(config: LocalConfig) -> None:
 
     Raises:
         ValueError: the config says another format or other targets than the checkpoint, or asks for what needs masters;
-            every conflict is listed with its fix.
+            every conflict is listed with its fix. Or the checkpoint lacks the adapters of a run.
     """
     path = config.policy.model_path
     if path is None or not is_packed(path):
         return
+    require_no_adapters(path)
     problems = _format_problems(open_checkpoint(path), config.qarl) + _other_problems(config)
     if problems:
         raise ValueError(

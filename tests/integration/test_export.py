@@ -20,6 +20,8 @@ from qarl_nemo.checkpoints.reader import DTYPES, FLOAT_DTYPES
 from qarl_nemo.cli import app
 from qarl_nemo.files import FileError, exclusive
 from qarl_nemo.layers.frozen import FrozenBase
+from qarl_nemo.measure.compare.job import prepare
+from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.measure.eval.models import find_model
 from qarl_nemo.names import parameter_name
 from qarl_nemo.refit.engine_settings import WORKER_EXTENSION
@@ -271,7 +273,7 @@ def test_a_packed_copy_says_in_its_files_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["bf16", "int8"])
-def test_a_packed_model_without_its_adapters_is_not_evaluated(runs, tmp_path, base):
+def test_a_packed_model_without_its_adapters_is_not_taken_for_a_model(runs, tmp_path, base):
     run, step, rank = runs[0] / "w4a16", 4, 8
     if base == "int8":
         trained_on_int8(tmp_path, lora={"rank": 16})
@@ -279,24 +281,20 @@ def test_a_packed_model_without_its_adapters_is_not_evaluated(runs, tmp_path, ba
     assert export(run, tmp_path / "out", "--packed").exit_code == 0
     record = json.loads((tmp_path / "out" / "qarl_quantization.json").read_text())
     assert record["adapters"] == {"run": str(run), "step": step, "rank": rank}
-    said = rf"run {run} trained up to step {step} without its adapters of rank {rank}, .* in its place: {run}$"
-    with pytest.raises(FileError, match=said):
-        find_model(tmp_path / "out")
+    said = rf"run {run} trained up to step {step} without its adapters of rank {rank}, .* qarl export {run} DESTINATION"
+    policy = {"_override_": True, "model_path": str(tmp_path / "out")}
+    qarl = {"_override_": True, "format": record["format"], "targets": record["targets"]}
+    for use in (
+        lambda: find_model(tmp_path / "out"),
+        lambda: train(tmp_path / "again", policy=policy, qarl=qarl),
+        lambda: prepare(CompareSettings(tmp_path / "out")),
+    ):
+        with pytest.raises(ValueError, match=said):
+            use()
     record["adapters"] = "none"
     (tmp_path / "out" / "qarl_quantization.json").write_text(json.dumps(record))
     with pytest.raises(FileError, match="expected adapters, an object with run, step and rank, found 'none'"):
         find_model(tmp_path / "out")
-
-
-def test_what_a_run_trained_on_a_base_that_lacked_adapters_is_whole(odd_rewards, tmp_path):
-    def change(folder):
-        record = json.loads((folder / "qarl_quantization.json").read_text())
-        record["adapters"] = {"run": "gone", "step": 1, "rank": 1}
-        (folder / "qarl_quantization.json").write_text(json.dumps(record))
-
-    trained_on_int8(tmp_path, change)
-    assert export(tmp_path / "run", tmp_path / "out", "--packed").exit_code == 0
-    assert find_model(tmp_path / "out").format_name == "int8"
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8}])

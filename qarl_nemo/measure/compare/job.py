@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from qarl_formats import BASELINE, QuantFormat, find_format, get_format
 from qarl_nemo.checkpoints import open_checkpoint, plan_quantization
 from qarl_nemo.checkpoints.content import require_whole
+from qarl_nemo.checkpoints.hf_config import require_no_adapters
 from qarl_nemo.config.problems import attempt
 from qarl_nemo.installation import vllm_command
 from qarl_nemo.layers.install import install
@@ -182,6 +183,7 @@ def _takes_groups(name: str) -> bool:
 
 def _read_config(folder: Path) -> PreTrainedConfig:
     config = checkpoint_config(folder)
+    require_no_adapters(folder)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{folder} is quantized already; name the BF16 checkpoint that it was made from")
     return config
