@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from qarl_nemo import __version__, names
 from qarl_nemo.checkpoints.ignored import require_listed
 from qarl_nemo.checkpoints.plan import QuantizePlan
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE, Checkpoint
-from qarl_nemo.files import FileError, read_json, require_file
+from qarl_nemo.files import FileError, checksum, read_json, require_file
 
 RECORD_FILE = "qarl_quantization.json"
 TOOL = f"qarl-nemo {__version__}"
@@ -132,7 +133,7 @@ def companion_files(plan: QuantizePlan, weight_map: Mapping[str, str], total_byt
         CONFIG_FILE: config,
         RECORD_FILE: {
             **settings_record(plan),
-            "copied": sorted(copied),
+            "copied": {name: f"{zlib.crc32(copied[name]):08x}" for name in sorted(copied)},
             **adapters_record(plan.checkpoint.adapters),
             "tensors": record_rows(plan),
             "dropped": plan.dropped,
@@ -177,7 +178,7 @@ def require_no_adapters(folder: Path) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the names of files in a checkpoint of this tool that this tool did not write.
+    """Return the names of files in a checkpoint of this tool that this tool did not write, or not as they are now.
 
     Raises:
         FileError: its index or its record is damaged.
@@ -193,17 +194,30 @@ def foreign_files(folder: Path) -> list[str]:
         own = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *shards, *map(top_name, copied)}
         templates = folder.glob(f"{TEMPLATES_FOLDER}/*") if TEMPLATES_FOLDER in own else ()
         beside = [path for path in templates if copied_name(path) not in copied]
-    return sorted([path.name for path in folder.iterdir() if path.name not in own] + [*map(copied_name, beside)])
+    others = [path.name for path in folder.iterdir() if path.name not in own] + [*map(copied_name, beside)]
+    edited = [name for name, crc32 in (copied or {}).items() if crc32 and _is_edited(folder / name, crc32)]
+    return sorted(others + [f"{name} (edited since it was copied)" for name in edited])
 
 
-def _recorded_copies(folder: Path) -> set[str] | None:
-    """Return the names of the files that were copied into a checkpoint; None if its record does not say."""
+def _is_edited(path: Path, crc32: str) -> bool:
+    return path.is_file() and checksum(path) != crc32
+
+
+def _recorded_copies(folder: Path) -> dict[str, str | None] | None:
+    """Return the files that were copied into a checkpoint, by name; None if its record does not say.
+
+    Returns:
+        Each one's checksum, see `files.checksum`; None where an earlier version recorded no more than names.
+    """
     copied = read_record(folder).get("copied")
     if copied is None:
         return None
-    if not isinstance(copied, list) or not all(isinstance(name, str) for name in copied):
-        raise FileError(f"{folder / RECORD_FILE}: expected copied, a list of file names, found {ascii(copied)[:80]}")
-    return set(copied)
+    if isinstance(copied, list) and all(isinstance(name, str) for name in copied):
+        return dict.fromkeys(copied)
+    if isinstance(copied, dict) and all(isinstance(crc32, str) for crc32 in copied.values()):
+        return copied
+    found = ascii(copied)[:80]
+    raise FileError(f"{folder / RECORD_FILE}: expected copied, an object of file names and checksums, found {found}")
 
 
 def own_names(folder: Path, shards: Iterable[str]) -> set[str]:

@@ -28,7 +28,7 @@ from qarl_nemo.checkpoints.partial import check_destination
 from qarl_nemo.checkpoints.quantize import check_apart
 from qarl_nemo.checkpoints.reader import CONFIG_FILE, INDEX_FILE
 from qarl_nemo.checkpoints.stored import Stored
-from qarl_nemo.files import exclusive, make_folder
+from qarl_nemo.files import checksum, exclusive, make_folder
 from qarl_nemo.refit.engine_settings import serve_command
 from qarl_nemo.train.export import read_run
 
@@ -131,7 +131,8 @@ def _sign(copy: Checkpoint, training: Training) -> None:
     made = {"tool": TOOL, "format": fmt.name, "group_size": fmt.group_size, "targets": list(training.targets)}
     written = {INDEX_FILE, CONFIG_FILE, RECORD_FILE, *copy.files}
     # The base's own list may lack a tokenizer that was added to it, and name one that this run replaced.
-    copied = sorted({copied_name(path) for path in copy.folder.rglob("*") if path.is_file()} - written)
+    files = {copied_name(path): path for path in sorted(copy.folder.rglob("*")) if path.is_file()}
+    copied = {name: checksum(path) for name, path in files.items() if name not in written}
     _write_json(record, (read_record(copy.folder) or made) | {"copied": copied} | adapters_record(copy.adapters))
 
 

@@ -45,25 +45,20 @@ def test_all_templates_and_a_tokenizer_of_mistrals_own_are_copied(source, tmp_pa
         quantized(source, tmp_path / "out", overwrite=True)
 
 
-def drop_from_record(out, key):
+def record_copies(out, record_of):
     record = json.loads((out / "qarl_quantization.json").read_text())
-    del record[key]
-    (out / "qarl_quantization.json").write_text(json.dumps(record))
+    (out / "qarl_quantization.json").write_text(json.dumps(record | {"copied": record_of(record["copied"])}))
 
 
 def test_an_overwrite_keeps_files_that_only_look_like_copies(source, tmp_path):
     for path in source.glob("*token*"):
         path.unlink()
     out = quantized(source, tmp_path / "out")
-    assert json.loads((out / "qarl_quantization.json").read_text())["copied"] == [
-        TOOL_USE,
-        "chat_template.jinja",
-        "generation_config.json",
-        "tekken.json",
-    ]
+    copied = json.loads((out / "qarl_quantization.json").read_text())["copied"]
+    assert list(copied) == [TOOL_USE, "chat_template.jinja", "generation_config.json", "tekken.json"]
     # As `qarl quantize` advises where the source has no tokenizer.
     TOKENIZER.save_pretrained(out)
-    (out / "chat_template.jinja").write_text(TEMPLATES["default"])
+    shutil.copyfile(source / "chat_template.jinja", out / "chat_template.jinja")
     mine = ("LICENSE-mine", "additional_chat_templates/mine.jinja", "extra.jinja", "vocab_notes.txt")
     for name in mine:
         (out / name).write_text("the user's")
@@ -85,7 +80,7 @@ def test_an_overwrite_keeps_files_that_only_look_like_copies(source, tmp_path):
 
 def test_a_record_without_the_list_of_copies_goes_by_their_names(source, tmp_path):
     out = quantized(source, tmp_path / "out")
-    drop_from_record(out, "copied")
+    record_copies(out, lambda _: None)
     for name in ("notes.txt", "additional_chat_templates/notes.txt"):
         (out / name).touch()
     with pytest.raises(ValueError, match=r"move away additional_chat_templates/notes\.txt, notes\.txt$"):
@@ -95,11 +90,28 @@ def test_a_record_without_the_list_of_copies_goes_by_their_names(source, tmp_pat
     quantized(source, out, overwrite=True)
 
 
-@pytest.mark.parametrize("copied", ["tekken.json", [1]])
+def test_an_overwrite_keeps_copies_that_were_edited(source, tmp_path):
+    out = quantized(source, tmp_path / "out")
+    for name in (TOOL_USE, "tekken.json"):
+        (out / name).write_text("the user's")
+    before = contents(out)
+    named = rf"move away {TOOL_USE} \(edited since it was copied\), tekken\.json \(edited since it was copied\)$"
+    with pytest.raises(ValueError, match=named):
+        quantized(source, out, overwrite=True)
+    assert contents(out) == before
+    # An earlier version recorded no more than the names.
+    record_copies(out, list)
+    quantized(source, out, overwrite=True)
+    assert (out / "tekken.json").read_text() == '{"words": 1}'
+    (out / "tekken.json").unlink()
+    quantized(source, out, overwrite=True)
+
+
+@pytest.mark.parametrize("copied", ["tekken.json", [1], {"tekken.json": 1}])
 def test_a_damaged_list_of_copies_is_named(source, tmp_path, copied):
     out = quantized(source, tmp_path / "out")
     (out / "qarl_quantization.json").write_text(json.dumps({"format": "int8", "copied": copied}))
-    with pytest.raises(ValueError, match=r"qarl_quantization\.json: expected copied, a list of file names, found "):
+    with pytest.raises(ValueError, match=r"qarl_quantization\.json: expected copied, an object of file names and che"):
         quantized(source, out, overwrite=True)
 
 
