@@ -199,6 +199,8 @@ def _fingerprint(plan: QuantizePlan) -> dict[str, Any]:
     source = json.dumps([plan.checkpoint.config, table], sort_keys=True).encode()
     return {
         **settings_record(plan),
+        # An earlier version kept the source's dtypes, and its shards would stay.
+        **({} if plan.fmt.is_quantized else {"dtype": "bfloat16"}),
         "max_shard_bytes": plan.max_shard_bytes,
         # Checkpoints of one model have one table, and archives may give their files one time.
         "source": str(plan.checkpoint.folder.resolve()),

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
 from qarl_nemo.checkpoints.plan import plan_quantization
+from qarl_nemo.checkpoints.shard import save_shard
 from qarl_nemo.checkpoints.split_channels import channel_order
 from support.megatron.files import Layout, write_megatron
 from support.whole_models import DENSE, SPARSE, checkpoint_of, tensors_of
@@ -26,6 +28,31 @@ def test_every_tensor_is_rounded_to_what_config_json_says(dtype, make_source, tm
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert report.plan.num_bytes == 2 * sum(weight.numel() for weight in weights.values())
     assert {row["format"] for row in report.rows} == {"bf16"}
+
+
+def test_shards_in_the_sources_dtypes_are_not_resumed(make_source, tmp_path, read_all):
+    folder, out, work = make_source(tensors_of(DENSE, torch.float32), DENSE), tmp_path / "out", tmp_path / "out.partial"
+
+    def stop(progress):
+        if progress.shard == 2:
+            raise KeyboardInterrupt
+
+    def convert(**options):
+        return quantize_checkpoint(folder, out, BF16, ["mlp"], max_shard_bytes=400_000, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(progress=stop)
+    # As an earlier version left it.
+    (shard,) = (work / "checkpoint").glob("*.safetensors")
+    crc32 = save_shard({name: tensor.float() for name, tensor in load_file(shard).items()}, shard, {})
+    record = json.loads((work / "qarl_resume.json").read_text())
+    del record["settings"]["dtype"]
+    record["shards"][shard.name] |= {"file_bytes": shard.stat().st_size, "crc32": crc32}
+    (work / "qarl_resume.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"dtype was None, now bfloat16.* delete the folder, or overwrite it"):
+        convert()
+    assert convert(overwrite=True).num_resumed_shards == 0
+    assert {tensor.dtype for tensor in read_all(out).values()} == {torch.bfloat16}
 
 
 def test_a_quantized_output_copies_what_is_no_target(make_source, tmp_path, read_all):
