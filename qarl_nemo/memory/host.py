@@ -85,10 +85,10 @@ def host_memory(
     """
     experts, dense = rank_parameters(model, ranks)
     buffers = [BF16 * count for count in (experts, dense) if count]
-    # It leaves in blocks that waste next to nothing. On the host from the start it is Adam's FP32 state, without
+    # It leaves in blocks that waste next to nothing. On the host from the start it is FP32, Adam's or SGD's, without
     # gradients.
     offloaded = learner.optimizer == "offloaded"
-    state = replace(learner, optimizer="adam") if offloaded else learner
+    state = replace(learner, optimizer="adam" if learner.leaves_to_adam else "muon") if offloaded else learner
     optimizer = rank_memory(model, ranks, state).parts["optimizer"]
     gpu = {
         "engines": backup_bytes(model, served, engine_tp, engine_ep, forgets=engines_forget),

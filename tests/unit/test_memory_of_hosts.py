@@ -209,8 +209,10 @@ def test_what_stays_on_the_gpu_takes_no_host_memory():
     # An optimizer that is always there is so wherever parameters are.
     offloaded = replace(served("w4a16"), optimizer="offloaded")
     arm = {"gpus": 1, "engine_tp": 1, "engines_forget": True, "parameters_leave": False, "optimizer_leaves": False}
-    held = host_memory(HALF, Parallelism(2, ep=2), offloaded, offloaded, **arm)["optimizer"]
-    assert held == 12 * HALF.num_parameters / 2
+    # Adam's master and two moments, SGD's master and momentum.
+    for one, num_bytes in ((offloaded, 12), (replace(offloaded, leaves_to_adam=False), 8)):
+        held = host_memory(HALF, Parallelism(2, ep=2), one, one, **arm)["optimizer"]
+        assert held == num_bytes * HALF.num_parameters / 2
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w4a8", "fp8_block", "nvfp4", "bf16"])
