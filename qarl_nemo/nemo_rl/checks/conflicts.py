@@ -133,7 +133,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *objective_conflicts(config, qarl.objective),
         *reward_conflicts(config),
         *_engine_conflicts(config, qarl),
-        *optimizer_conflicts(config, model),
+        *optimizer_conflicts(config, qarl.targets),
         *schedule_conflicts(config),
         *_recompute_conflicts(config),
         *muon_conflicts(config),

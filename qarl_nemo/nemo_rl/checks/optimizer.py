@@ -1,9 +1,8 @@
 """Checks which optimizer a learner takes, and whether NeMo-RL would take its other settings with it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from qarl_nemo.architecture import Architecture
 from qarl_nemo.config.problems import hint
 from qarl_nemo.nemo_rl.checks.batches import count_problems
 from qarl_nemo.nemo_rl.layout import MEGATRON, Layout, read_layout
@@ -25,12 +24,12 @@ _NOT_WITH_OTHERS = (
 )
 
 
-def optimizer_conflicts(config: Mapping[str, Any], model: Architecture | None) -> list[str]:
+def optimizer_conflicts(config: Mapping[str, Any], targets: Collection[str]) -> list[str]:
     """Say which optimizer there is none of, and which settings do not go with one.
 
     Args:
         config: the whole NeMo-RL config, as nested dictionaries.
-        model: the run's; None if its config.json is not at hand.
+        targets: the run's; a model has experts where they are among them, or does not start.
 
     Returns:
         One line each: key, value, why, and what to set.
@@ -49,7 +48,7 @@ def optimizer_conflicts(config: Mapping[str, Any], model: Architecture | None) -
     if "muon" in str(name) or (name in _NAMES and name not in _DIVIDED):
         return problems + _undivided_problems(config, name)
     if name in _DIVIDED:
-        problems += _gather_problems(config, optimizer, model)
+        problems += _gather_problems(config, optimizer, targets)
     # `DistributedOptimizer` asserts it, once workers have started.
     if name == "sgd" and optimizer.get("use_distributed_optimizer", False) and not offloaded:
         problems.append(
@@ -67,12 +66,12 @@ def _undivided_problems(config: Mapping[str, Any], name: str) -> list[str]:
     ]
 
 
-def _gather_problems(config: Mapping[str, Any], optimizer: Mapping[str, Any], model: Architecture | None) -> list[str]:
+def _gather_problems(config: Mapping[str, Any], optimizer: Mapping[str, Any], targets: Collection[str]) -> list[str]:
     # Megatron gathers whole layers then, which only Muon's ranks divide: a TypeError where there is more than one rank.
     if optimizer.get("use_distributed_optimizer", True) or not look_up(config, _GATHER, False):
         return []
     layout = None if count_problems(config) else read_layout(config)
-    if layout is not None and _most_copies(layout, model) <= 1:
+    if layout is not None and _most_copies(layout, targets) <= 1:
         return []
     divided = "set true, or" if optimizer.get("optimizer", "adam") == "adam" else "set"
     return [
@@ -81,15 +80,13 @@ def _gather_problems(config: Mapping[str, Any], optimizer: Mapping[str, Any], mo
     ]
 
 
-def _most_copies(layout: Layout, model: Architecture | None) -> int:
+def _most_copies(layout: Layout, targets: Collection[str]) -> int:
     """Return how many learner ranks have the same parameters, of those that most ranks have."""
     sizes = layout.sizes
     # Context parallel ranks share gradients, too.
     dense = layout.data_parallel * sizes["cp"]
-    # Experts have groups of their own: ranks that share attention may each have all of them. A model whose config.json
-    # is not at hand has some where ranks share them.
-    has_experts = sizes["ep"] > 1 if model is None else model.num_experts > 0
-    experts = layout.learner_gpus // (sizes["ep"] * sizes["etp"] * sizes["pp"]) if has_experts else 0
+    # Experts have groups of their own: ranks that share attention may each have all of them.
+    experts = layout.learner_gpus // (sizes["ep"] * sizes["etp"] * sizes["pp"]) if "experts" in targets else 0
     return max(dense, experts)
 
 
