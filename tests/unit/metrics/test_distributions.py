@@ -106,6 +106,17 @@ def test_ratios_are_split_by_the_sign_of_the_advantage(make_run):
     assert np.array_equal(collected.by_sign["negative"], arrays["seq_prox_ratio"][arrays["seq_advantage"] < 0])
 
 
+def test_ratios_of_tokens_are_of_the_learner_to_what_was_before(make_run):
+    (arm,) = arms_of(make_run, "rollout_only")
+    arrays = arm.runs[0].diagnostics.arrays
+    curr, prev, generation = (arrays[f"token_{name}_logprob"] for name in ("curr", "prev", "generation"))
+    positive = arrays["token_advantage"] > 0
+    np.testing.assert_allclose(prox_ratios([arm])[0].by_sign["positive"], np.exp(curr - prev)[positive], rtol=1e-5)
+    np.testing.assert_allclose(
+        mismatch_weights([arm])[0].by_sign["positive"], np.exp(prev - generation)[positive], rtol=1e-5
+    )
+
+
 def test_scatter_shows_every_token_in_the_colour_of_its_sign(make_run):
     (arm,) = arms_of(make_run, "aligned")
     arrays = arm.runs[0].diagnostics.arrays

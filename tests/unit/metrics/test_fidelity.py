@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from qarl_nemo.metrics.fidelity import Scores
+from qarl_nemo.metrics.report import fidelity as picture
+from qarl_nemo.metrics.report.style import new_figure
 
 LEARNER = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -9.0, 0.0]])
 ENGINE = torch.tensor([[-1.5, -2.0, -2.0], [-0.5, -1.0, -1.0]])
@@ -73,6 +75,20 @@ def test_the_distribution_runs_from_the_smallest_gap_to_the_largest():
     # rank 3 * level of 0, 0, 0.5, 1
     assert len(values) == 101
     assert [values[i] for i in (0, 50, 90, 100)] == pytest.approx([0, 0.25, 0.85, 1])
+
+
+def test_the_picture_counts_tokens_from_one_and_its_shares_grow_with_the_gap(tmp_path, monkeypatch):
+    scores, drawn = Scores(LEARNER, ENGINE, SAME_TOP, MASK), []
+    monkeypatch.setattr(picture, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
+    row = {"arm": "aligned", "format": "w4a16", "decoding": "sampled"}
+    row |= {"by_position": scores.by_position(max_intervals=2), "gap_cdf": scores.gap_cdf()}
+    picture.write_fidelity_figure([row], tmp_path / "gap.png", "a title")
+    (by_position,), (distribution,) = (axes.lines for axes in drawn[0].axes)
+    # The first two tokens, and the third.
+    assert by_position.get_xdata().tolist() == [1.5, 3.0]
+    assert by_position.get_ydata().tolist() == pytest.approx([0.5 / 3, 1.0])
+    assert [distribution.get_ydata()[place] for place in (0, -1)] == [0.0, 1.0]
+    assert distribution.get_xdata()[-1] == 1.0
 
 
 def test_a_long_comparison_has_a_distribution():

@@ -147,6 +147,8 @@ def test_the_newest_dump_gives_weights_and_tokens_of_responses_that_count(tmp_pa
     assert diagnostics.arrays["token_prev_logprob"].tolist() == [-1.0, -2.0, -1.0, -2.0]
     first = diagnostics.examples[0]
     assert (first["prompt"], first["response"]) == ("user: 1+1?", "answer 0"), "as NeMo-RL's messages tell them apart"
+    write_dump(folder, 10, gap=0.1, last_prev=math.nan)
+    assert len(load_run(folder).diagnostics.arrays["seq_mismatch_weight"]) == 0, "one broken token spoils a response"
 
 
 def test_what_an_abandoned_start_dumped_is_no_part_of_the_run(tmp_path):

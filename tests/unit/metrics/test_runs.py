@@ -98,7 +98,7 @@ def test_band_shares_are_within_a_sign(tmp_path):
     assert np.allclose(share, [0.75, np.nan], equal_nan=True)
 
 
-@pytest.mark.parametrize(("num_steps", "window"), [(0, 1), (3, 1), (10, 2), (50, 10), (1000, 10)])
+@pytest.mark.parametrize(("num_steps", "window"), [(0, 1), (9, 1), (10, 2), (49, 9), (50, 10), (1000, 10)])
 def test_window_is_a_fifth_of_the_run_up_to_ten_steps(num_steps, window):
     assert smoothing_window(num_steps) == window
 
@@ -127,6 +127,11 @@ def test_a_summary_counts_every_skip_and_the_error_tokens_of_the_end(tmp_path):
     summary = summarize_run(load_run(write_records(tmp_path, records)))
     assert summary["skipped_steps"] == 4
     assert summary["error_token_rate"] == pytest.approx(0.2)
+
+
+def test_a_summary_averages_the_gap_over_all_steps(tmp_path):
+    records = [{"step": i, "mismatch/abs_gap_mean": gap} for i, gap in enumerate([0.1, 0.2, None, 0.6])]
+    assert summarize_run(load_run(write_records(tmp_path, records)))["abs_gap_mean"] == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,28 @@ def test_seeds_that_all_arms_have_are_averaged(tmp_path):
     assert [row["reward"] for row in table["rows"]] == ["75.0 ± 25.0", "25.0 ± 25.0"]
 
 
+def test_a_problem_that_a_seed_was_not_asked_does_not_count(tmp_path):
+    one = make_arm(tmp_path, "one", {10: [1, 0]}, {10: [1]})
+    other = make_arm(tmp_path, "other", {10: [0, 0]}, {10: [1, 0]})
+    first, second = validation_tables([one, other])[0]["rows"]
+    assert (first["reward"], first["num_problems"]) == ("100.0", 1)
+    assert second["cells"][0]["text"] == "-50.0"
+
+
 def test_no_table_without_two_arms_or_a_common_step(tmp_path):
     one, other = make_arm(tmp_path, "one", {10: [1]}), make_arm(tmp_path, "other", {20: [1]})
     assert validation_tables([one]) == validation_tables([one, other]) == []
+
+
+def test_one_question_to_two_models_is_one_problem(tmp_path):
+    asked = {"role": "user", "content": "1 + 1"}
+    conversations = [[asked, {"role": "assistant", "content": text}] for text in ("so 2", "so 3")]
+    lines = [
+        json.dumps({"content": [messages], "rewards": [reward]})
+        for messages, reward in zip(conversations, (1.0, 0.0), strict=True)
+    ]
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    assert list(read_rewards(tmp_path / "answers.jsonl").values()) == [0.5]
 
 
 def test_one_question_under_two_system_prompts_is_two_problems(tmp_path):
