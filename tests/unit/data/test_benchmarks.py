@@ -107,6 +107,18 @@ def test_minerva_is_read_as_first_published_too(tmp_path):
     assert (problem.question, problem.answer) == ("How many?", "4")
 
 
+def test_a_small_number_of_minerva_keeps_the_sign_of_its_exponent(tmp_path):
+    record = {"question": "How long?", "answer": "2.5E-03"}
+    (problem,) = read_problems(BENCHMARKS["minerva"], write(tmp_path / "minerva.jsonl", [record]))
+    assert problem.answer == r"2.5 \times 10^{-3}"
+
+
+def test_each_of_several_answers_may_end_with_a_full_stop(tmp_path):
+    record = OLYMPIAD | {"final_answer": ["$1$.", "$3$."]}
+    (problem,) = read_problems(BENCHMARKS["olympiadbench"], write(tmp_path / "o.jsonl", [record]))
+    assert problem.answer == "1, 3"
+
+
 @pytest.mark.parametrize(
     ("stored", "response"),
     [
@@ -171,8 +183,9 @@ def test_a_benchmark_is_a_validation_set_in_its_own_words(tmp_path):
 def test_a_validation_set_of_letters_is_checked_by_letter(tmp_path):
     path = str(write(tmp_path / "one.jsonl", [ARC | {"answerKey": "B"}]))
     (task,) = benchmark_tasks(BenchmarkConfig(benchmark="arc_c", data_path=path))
-    # math-verify would find neither.
-    assert [task.reward(response) for response in (r"So \boxed{B}.", "The answer is A.", "water")] == [1.0, 0.0, 0.0]
+    # Of which math-verify finds the first alone.
+    responses = (r"So \boxed{B}.", "The answer is (B).", "The answer is A.", "water")
+    assert [task.reward(response) for response in responses] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("has_readme", [True, False])

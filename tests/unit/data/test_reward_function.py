@@ -32,11 +32,21 @@ def record_if_any(response, answer, record=None):
 def with_option(response, answer, strict=False):
     return 3 if strict is False else 4
 
+def above(response, answer):
+    return int(response) - int(answer)
+
+def above_with_record(response, answer, record):
+    return int(response) - int(answer)
+
+def verls_above(solution_str, ground_truth):
+    return int(solution_str) - int(ground_truth)
+
 def needs_more(data_source, solution_str, ground_truth, threshold): return 1
 def one(response): return 1
 def fails(response, answer): return {}[answer]
 def no_score(response, answer): return {"acc": 1.0}
 def not_a_number(response, answer): return float("nan")
+def too_low(response, answer): return -1e30
 def nothing(response, answer): pass
 def leaves(response, answer): exit()
 """
@@ -70,6 +80,11 @@ def test_it_is_called_with_what_it_takes(path, value):
     assert RewardFunction(f"own_rewards:{path}")("46", "46", {"level": 5, "extra_info": {"index": 7}}) == value
 
 
+@pytest.mark.parametrize("path", ["above", "above_with_record", "verls_above"])
+def test_it_is_told_which_text_is_the_response(path):
+    assert RewardFunction(f"own_rewards:{path}")("50", "46", {}) == 4.0
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -98,6 +113,7 @@ def test_what_cannot_be_called_is_refused_at_the_start(path, said):
         ("no_score", "returned {'acc': 1.0} for the answer '46' .*, or a mapping whose `score` is one$"),
         ("leaves", "failed with SystemExit"),
         ("not_a_number", "returned nan"),
+        ("too_low", r"returned -1e\+30"),
     ],
 )
 def test_a_function_that_fails_is_named_with_what_it_saw(name, said):
