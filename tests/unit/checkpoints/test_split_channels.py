@@ -41,6 +41,35 @@ def test_by_hand():
     assert channel_order(torch.tensor([[1.0, 2.0, 8.0, 7.0]]), 1, 0).tolist() == [0, 1, 2, 2, 3]
 
 
+def test_the_channel_is_split_that_lowers_the_squared_scales_most():
+    # Behind 8 its group has 6: 64 - 36 = 28. Half of the other group's 6 leads still: 36 - 9 = 27.
+    down = torch.tensor([[8.0, 6, 0, 0, 6, 1, 1, 1]])
+    assert channel_order(down, 1, 4).tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_channel_that_was_halved_makes_way_for_the_next_of_its_group():
+    # 64 - 49 = 15 is more than 16 - 4 = 12; then 7 leads before the half of 8: 49 - 16 = 33.
+    down = torch.tensor([[8.0, 7, 1, 1, 4, 2, 1, 1]])
+    assert channel_order(down, 2, 4).tolist() == [0, 0, 1, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [W4, get_format("int8"), *(get_format(name, group_size=32, nested_in="w8a16") for name in ("w4a16", "w2a16"))],
+    ids=["w4a16", "int8", "nested w4a16", "nested w2a16"],
+)
+def test_halves_are_shifted_by_a_quarter_of_the_step_of_the_grid_that_they_lie_on(fmt):
+    down = with_outliers(8, 62, [5, 40])
+    order = channel_order(down, 2, 32)
+    assert order[:8].tolist() == [0, 1, 2, 3, 4, 5, 5, 6]
+    wide = split_columns(down, order, fmt)
+    step = quantize_weight(wide, fmt).tensors["weight_scale"][:, 0].float().flatten()
+    step *= 2.0 ** (fmt.nested_bits - fmt.grid_bits) if fmt.nested_bits else 1.0
+    # Two rounds leave less than 1 / (4 d)^2, d the largest weight's divisor, 1.6 % with two bits. One would leave
+    # 1 / (4 d), 3.3 % with four bits. BF16 rounds weight and scale by up to 2^-8 each.
+    torch.testing.assert_close(wide[:, 5] - wide[:, 6], step / 2, rtol=0.024, atol=0)
+
+
 def test_two_halves_are_the_whole():
     down = with_outliers(64, 128, [5, 77])
     order = channel_order(down, 32, 32)
