@@ -1,11 +1,18 @@
-"""avg@k and pass@k against numbers derived by hand, and averages of benchmarks."""
+"""avg@k and pass@k against numbers derived by hand, a model's result, and averages of benchmarks."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from qarl_nemo.data.benchmark_fields import Problem
+from qarl_nemo.data.benchmarks import BENCHMARKS
+from qarl_nemo.measure.eval.evaluation import Asked
+from qarl_nemo.measure.eval.run import score
 from qarl_nemo.measure.eval.scores import average, avg_at_k, pass_at_k, reported_ks
+from qarl_nemo.measure.eval.settings import Questions
 from qarl_nemo.metrics.estimate import Estimate
+from qarl_nemo.train.sampling import SamplingParams
 
 
 def test_avg_at_k_is_the_mean_share_and_its_error_is_over_problems():
@@ -40,6 +47,24 @@ def test_powers_of_two_are_reported_and_the_whole():
     assert reported_ks(1) == [1]
     assert reported_ks(32) == [1, 2, 4, 8, 16, 32]
     assert reported_ks(6) == [1, 2, 4, 6]
+
+
+def test_a_problem_that_is_too_long_to_be_asked_counts_as_answered_wrongly():
+    benchmark = replace(BENCHMARKS["math500"], num_samples=2)
+    questions = Questions(benchmark, {index: Problem("q", "a") for index in (3, 5, 8)}, num_total=10)
+    asked = Asked(questions, {3: [1], 5: [1]}, {}, {}, SamplingParams(max_new_tokens=16, temperature=0.6, top_p=0.9))
+    answers = [
+        {"problem": problem, "right": right, "num_tokens": length, "truncated": length == 16}
+        for problem, right, length in ((3, True, 4), (3, True, 6), (5, True, 10), (5, False, 16))
+    ]
+    row = score(asked, answers)
+    # 2, 1 and 0 of two answers are right.
+    assert row["avg"]["value"] == pytest.approx(0.5)
+    assert {k: one["value"] for k, one in row["pass_at"].items()} == pytest.approx({"1": 0.5, "2": 2 / 3})
+    assert (row["num_problems"], row["num_total"], row["num_overlong"]) == (3, 10, 1)
+    assert (row["mean_tokens"], row["truncated"]) == (9.0, 0.25)
+    assert (row["max_new_tokens"], row["temperature"], row["top_p"]) == (16, 0.6, 0.9)
+    assert row["shortened_from"] == benchmark.max_new_tokens
 
 
 def test_benchmarks_weigh_the_same_in_an_average():
