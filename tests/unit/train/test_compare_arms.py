@@ -356,7 +356,7 @@ def test_a_reference_to_what_an_arm_or_a_seed_changes_is_refused(expand):
         "another block": {"qarl": {"_override_": True, "format": "w8a16"}},
     }
     rest = {
-        "grpo": {"num_prompts_per_step": 2, "train_global_batch_size": "${grpo.num_prompts_per_step}"},
+        "grpo": {"num_prompts_per_step": 2, "train_global_batch_size": "${.num_prompts_per_step}"},
         "policy": {"model_init": {}, "warm_start": {"steps": "${seed}"}},
         "logger": {"wandb": {"project": "g${qarl.group_size}"}},
     }

@@ -118,6 +118,7 @@ def test_micro_batches_hold_what_fits_and_the_longest_come_first():
     # 9 is above the budget and stays alone; 5 + 2 fits, 5 + 5 does not.
     parts = split_by_tokens(rows, lengths, 8)
     assert [part.tolist() for part in parts] == [[4], [3], [9, 7, 1]]
+    assert [part.tolist() for part in split_by_tokens(rows, lengths, 7)] == [[4], [3], [9, 7], [1]]
     assert [part.tolist() for part in split_by_tokens(rows, lengths, 1000)] == [[4, 3, 9, 7, 1]]
 
 

@@ -1,6 +1,7 @@
 """What a finished step reports: figures by hand, and the responses that are worth reading."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,16 @@ def test_error_tokens_are_told_by_the_sign_of_their_response():
     assert rates == pytest.approx([2 / 6, 0.0, 2 / 3])
 
 
+def test_tokens_that_a_response_repeats_are_errors_where_it_repeats_them():
+    step, logprobs = finished(), torch.full((1, 20), -0.5)
+    ids = torch.arange(NUM_PROMPT_COLUMNS + 20)[None].clone()
+    ids[:, NUM_PROMPT_COLUMNS : NUM_PROMPT_COLUMNS + 16] = 7
+    everything = torch.ones(1, 20, dtype=torch.bool)
+    rollouts = replace(step.rollouts, input_ids=ids, response_mask=everything, generation_logprobs=logprobs)
+    wrong = replace(step, rollouts=rollouts, prev_logprobs=logprobs).error_mask
+    assert wrong[0].tolist() == [True] * 16 + [False] * 4
+
+
 def test_the_responses_with_the_most_error_tokens_are_kept_first(tmp_path):
     finished(garbled=[(1, 0), (2, 0), (2, 1)]).write_diagnostics(tmp_path, 4, TOKENIZER)
     examples = read_diagnostics(tmp_path, 4).examples
@@ -91,7 +102,7 @@ def test_the_responses_with_the_most_error_tokens_are_kept_first(tmp_path):
     assert [len(example["error_tokens"]) for example in examples] == [2, 1, 0]
     assert [example["response"] for example in examples] == ["2=", "2=3", "2"]
     assert [example["prompt"] for example in examples] == ["1+", "1+", "+"]
-    assert (examples[2]["reward"], examples[2]["advantage"]) == (1.0, 1.0)
+    assert [(example["reward"], example["advantage"]) for example in examples] == [(0, 0), (0, -1), (1, 1)]
     error = examples[1]["error_tokens"][0]
     assert (error["prev_prob"], error["generation_prob"]) == pytest.approx((math.exp(-10), math.exp(-9)), rel=1e-3)
 

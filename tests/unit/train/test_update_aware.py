@@ -32,6 +32,12 @@ def test_only_what_is_quantized_and_the_norm_before_it_learn_otherwise(targets, 
     assert lr_factors(names, targets, 1.0) == {}
 
 
+def test_what_reads_no_norm_in_a_dense_mlp_learns_as_before():
+    gate, up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    expected = {gate: 2, up: 2, "model.layers.0.post_attention_layernorm.weight": 0.5}
+    assert lr_factors([gate, up, down], ("mlp",), 2.0) == expected
+
+
 def test_megatrons_names_give_the_same_factors():
     names = ["self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight",
              "mlp.experts.linear_fc1.weight0", "mlp.experts.linear_fc1.weight11", "mlp.experts.linear_fc2.weight0",
