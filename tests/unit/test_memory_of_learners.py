@@ -72,6 +72,41 @@ def test_tensor_and_pipeline_ranks_hold_parts(model):
     assert split["activations"] == pytest.approx(one["activations"] / 2, rel=0.01)
 
 
+def test_a_pipelines_first_stage_has_half_of_the_layers_and_the_embedding_alone():
+    dense = ModelSize(num_layers=4, hidden=256, num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=512, inner=512)
+    matrices, norms = 2 * (8 + 4) * 32 * 256 + 3 * 512 * 256, 2 * 256 + 2 * 32
+    # And the final norm, though the last stage has it.
+    expected = 2 * (2 * (matrices + norms) + 512 * 256 + 256)
+    assert rank_memory(dense, Parallelism(2, pp=2), without_cache()).parts["weights"] == expected
+
+
+SPARSE = ModelSize(2, 256, 4, 2, 64, 512, 128, num_experts=4, top_k=2)
+
+
+@pytest.mark.parametrize(("etp", "projections"), [(1, 2), (2, 2), (1, 3)])
+def test_a_layer_keeps_what_its_backward_reads(etp, projections):
+    learner = Learner(format="w4a16" if projections == 2 else None, tokens=1024)
+    # Inputs and outputs of two norms, 256 queries and 128 keys before and after rotation, values, attention's output.
+    attention = 2 * 1024 * (4 * 256 + 2 * (256 + 128) + 128 + 256)
+    # FP32 logits and probabilities of four experts; two rows a token, times the ranks that share an expert's width.
+    experts = 1024 * 4 * 2 * 4 + 2 * 1024 * 2 * etp * (256 + projections * 128 / etp)
+    held = rank_memory(SPARSE, Parallelism(etp, etp=etp), learner).parts["activations"]
+    assert held == 2 * (attention + experts)
+    dense = rank_memory(replace(SPARSE, num_experts=0, top_k=0), Parallelism(1), learner).parts["activations"]
+    assert dense == 2 * (attention + 2 * 1024 * 3 * 128)
+
+
+def test_soaps_square_matrices_are_shared_as_the_optimizer_shares_theirs():
+    plain, soap = (
+        rank_memory(SPARSE, Parallelism(4, ep=2), Learner(kronecker=kind)).parts["optimizer"] for kind in (False, True)
+    )
+    # fc1 [256, 256] and fc2 [256, 128]; qkv [512, 256], its output's [256, 256] and the router's [4, 256].
+    expert = 256**2 + 256**2 + 256**2 + 128**2
+    others = 512**2 + 256**2 + 256**2 + 256**2 + 4**2 + 256**2
+    # A factor and its eigenvectors in FP32. Two ranks share a rank's two experts, all four the others.
+    assert soap - plain == 2 * 4 * 2 * (2 * expert / 2 + others / 4)
+
+
 def test_ranks_share_what_lies_between_attention_and_mlp_if_sequences_are_parallel():
     dense = ModelSize(num_layers=4, hidden=256, num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=512, inner=512)
 
@@ -157,15 +192,15 @@ def test_adam_copies_gradients_unless_it_is_precision_aware(model):
 
 def test_logits_in_chunks_keep_their_bf16(model):
     ranks = Parallelism(4, tp=2, ep=4)
-    whole, half, all_at_once = (
+    whole, half, all_at_once, more = (
         rank_memory(model, ranks, Learner(tokens=8192, logprob_chunk=chunk)).parts["logits"]
-        for chunk in (None, 4096, 8192)
+        for chunk in (None, 4096, 8192, 16384)
     )
     entry = 8192 * model.vocab_size / 2
     assert whole == 10 * entry
     assert half == 4 * entry + 28 * entry / 2
     # A chunk as large as the micro-batch costs more than none.
-    assert all_at_once == 4 * entry + 28 * entry
+    assert all_at_once == more == 4 * entry + 28 * entry
     with pytest.raises(ValueError, match="logprob_chunk=0 is not from 1 to"):
         Learner(logprob_chunk=0)
 
@@ -179,6 +214,7 @@ def test_the_largest_budget_fits_and_the_next_does_not(model):
     most = largest_budget(peak, 120 * 2**30)
     assert peak(most) <= 120 * 2**30 < peak(most + 1024)
     assert largest_budget(peak, 40 * 2**30) is None
+    assert largest_budget(float, 4096) == 4096
 
 
 def test_log_probabilities_hold_no_gradients(model):
@@ -271,6 +307,10 @@ def test_a_dense_backward_holds_the_mlps_gradients_or_the_weight_that_ran():
     # Few tokens: fc1 unpacked, its gradient, and the gradient of its output.
     fc1 = 2 * 2 * 3072 * 1024
     assert working(1024, format="w4a16", targets=("mlp",)) == 2 * 1024 * (4 * 1024 + 2 * 3072) + 2 * fc1
+    # FP8's operand is what is stored: kept or not, the backward unpacks it.
+    assert working(1024, format="fp8_channel", targets=("mlp",), keep_operand=True) == working(
+        1024, format="fp8_channel", targets=("mlp",)
+    )
     kept = working(1024, format="w4a16", targets=("mlp",), keep_operand=True)
     assert kept == max(2 * 1024 * (4 * 1024 + 3 * 3072), 2 * 1024 * (4 * 1024 + 2 * 3072) + fc1)
 
