@@ -27,6 +27,8 @@ def test_an_evaluation_that_ended_before_its_first_answer_binds_nobody(tmp_path)
     AnswerStore(path, {"limit": 1}).add([ROW | {"chunk": 0}])
     with pytest.raises(FileError, match="another evaluation"):
         AnswerStore(path, {"limit": 2})
+    with pytest.raises(FileError, match=r"\n  top_p: there None, now 0\.9"):
+        AnswerStore(path, {"limit": 1, "top_p": 0.9})
 
 
 @pytest.mark.parametrize("cut", ["at a chunk's first row", "before a row's last newline"])

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from qarl_nemo.cli.evaluate import named_copies
-from qarl_nemo.measure.eval.output import answers_path, results_table
+from qarl_nemo.measure.eval.output import answers_path, notes, results_table
 from qarl_nemo.measure.eval.run import averages
 
 
@@ -32,6 +32,22 @@ def test_averages_need_all_of_their_benchmarks():
     assert mean["standard_error"] == pytest.approx(0.1 / 6**0.5)
     assert averages(rows[1:]) == []
     assert results_table(rows).row_count == 8
+
+
+def test_the_table_shows_the_mean_and_pass_at_the_number_of_answers():
+    pass_at = {k: {"value": value, "standard_error": 0.01} for k, value in (("1", 0.2), ("2", 0.4), ("4", 0.7))}
+    row = {"model": "m", "benchmark": "gsm8k", "num_samples": 4, "pass_at": pass_at}
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_table([row | {"avg": {"value": 0.3, "standard_error": 0.02}}]))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert lines[-2:] == ["GSM8K, avg@4 30.0 (2.0)", "pass@4 70.0 (1.0)"]
+
+
+def test_a_sample_is_noted_and_a_whole_set_is_not():
+    row = {"model": "m", "benchmark": "math500", "num_total": 500, "truncated": 0, "num_overlong": 0}
+    row |= {"shortened_from": None}
+    assert list(notes([row | {"num_problems": 500}])) == []
+    assert list(notes([row | {"num_problems": 50}])) == ["math500: a sample of 50 of 500 problems"]
 
 
 def test_long_names_are_told_apart_in_a_narrow_table():
