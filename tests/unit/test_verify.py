@@ -37,7 +37,7 @@ from qarl_nemo.verify import reward, rewards
         (r"\boxed{3}? No, wait: \boxed{5}", "5"),
         (r"$\boxed{3}$? No, wait: \boxed{5}", "5"),
         (r"Put it in \boxed{}: \boxed{\frac{1}{2}}", "0.5"),
-        (r"$\boxed{7}$? No, wait: $\boxed{3}$, $\boxed{5}$", "3, 5"),
+        (r"\boxed{7}? No, wait: \boxed{3}, \boxed{5}", "3, 5"),
         (r"\boxed{3 \boxed{5}} is $\boxed{4}$", "4"),
         (r"\boxed{3} and \boxed{5}.", "3, 5"),
         (r"$\boxed{3}$, $\boxed{5}$", "3, 5"),
