@@ -1,6 +1,7 @@
 """The names under which `qarl compare --record` keeps its figures."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from qarl_nemo.measure.compare.output import legend, write_comparison
 from qarl_nemo.measure.compare.prompts import make_prompts
 from qarl_nemo.measure.compare.record import append_comparison, comparison_rows, require_rows_of
 from qarl_nemo.measure.compare.run import Comparison
-from qarl_nemo.measure.compare.score import Response, kernel_scores, model_scores
+from qarl_nemo.measure.compare.score import Response, engine_scores, kernel_scores, model_scores
 from qarl_nemo.measure.compare.settings import CompareSettings
 from qarl_nemo.metrics.results import Figure, append_results, read_results, running_command
 from qarl_nemo.train.tokenizer import character_tokenizer
@@ -132,3 +133,16 @@ def test_two_kernels_of_a_learner_agree_on_the_likeliest_token_whatever_the_engi
     assert model_scores([response], *one).metrics()["top1_agreement"] == 0.0
     found = kernel_scores([response], one, other).metrics()
     assert (found["top1_agreement"], found["gap_mean"]) == (0.5, 0.5)
+
+
+def test_the_divergence_is_that_of_the_engine_to_the_model():
+    response = Response([1], [5], logprobs=[-1.0], top_tokens=[5], read_logprobs=[-1.0], read_top_tokens=[5])
+    measured = model_scores([response], torch.tensor([[-2.0]]), torch.tensor([[5]])).metrics()
+    # d = -2 - -1, and exp(d) - 1 - d = 1 / e; the other way round it would be e - 2.
+    assert measured["kl_k3"] == pytest.approx(math.exp(-1))
+
+
+def test_an_engine_that_reads_is_compared_with_itself_as_it_sampled():
+    response = Response([1], [5], logprobs=[-1.0], top_tokens=[5], read_logprobs=[-1.5], read_top_tokens=[6])
+    measured = engine_scores([response]).metrics()
+    assert (measured["gap_mean"], measured["top1_agreement"]) == (0.5, 0.0)
