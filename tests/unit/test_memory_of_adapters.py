@@ -66,6 +66,12 @@ def test_the_built_in_samplers_cache_makes_way_for_the_update(model):
         assert cached.peak_bytes == max(cached.update_bytes, cached.rollout_bytes)
 
 
+def test_adapters_of_experts_add_the_gradient_of_their_inputs(model):
+    # BF16, for each of a token's eight rows: of the input, and of one projection's output with its own gradient.
+    added = memory(model, EXPERTS).parts["working"] - memory(model, ATTENTION).parts["working"]
+    assert added == 2 * 8192 * 8 * (2048 + 2 * 768)
+
+
 def test_attention_fits_80_gb_and_experts_141(model):
     for adapters, gib in ((ATTENTION, 79), (EXPERTS, 139)):
         assert memory(model, adapters).peak_bytes + 2 * 2**30 < gib * 2**30

@@ -66,6 +66,12 @@ ON_FOUR = [
 MISSED = {"w4a8_a": 0.065, "w4a16_linear_1_a12_1gpu": 0.07}
 
 
+def test_a_tied_head_sleeps_once():
+    # 151936 x 2048 in BF16 are 0.58 GiB, of which a block takes one.
+    untied, tied = (backup_bytes(replace(MODEL, tied_head=kind), served("w4a16"), 1) for kind in (False, True))
+    assert untied - tied == GIB
+
+
 @pytest.mark.parametrize(("arm", "name"), ON_TWO)
 @pytest.mark.parametrize("phase", ["rollout", "prev_logprobs", "update"])
 def test_a_host_of_two_gpus_holds_what_is_computed(arm, name, phase):

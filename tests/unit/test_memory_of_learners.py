@@ -25,6 +25,7 @@ from qarl_nemo.memory import (
     refit_bytes,
     served_bytes,
 )
+from qarl_nemo.parallelism import divisors
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "qwen3-30b-a3b"
@@ -42,6 +43,9 @@ def without_cache(**options) -> Learner:
 def test_the_model_has_as_many_parameters_as_its_card_says(model):
     assert model.num_parameters == 30_532_122_624
     assert ModelSize.read(MODEL / "config.json") == model
+    # Keys and values of 4 heads of 128 in 48 layers, BF16.
+    assert model.cache_bytes == 2 * 2 * 48 * 4 * 128
+    assert replace(model, tied_head=True).num_parameters == model.num_parameters - 151_936 * 2048
 
 
 # BF16 weights, FP32 gradients and 12 bytes of Adam for each parameter, by hand: experts 28,991,029,248, others
@@ -240,6 +244,16 @@ def test_layouts_have_names():
     assert Parallelism.parse("tp2_pp2_cp2_ep4", 16).name == "tp2_pp2_cp2_ep4"
 
 
+def test_stages_and_shards_are_those_of_the_fullest_rank():
+    # 11 layers of which the first stage has 1 and the last 2 leave 8 to two stages.
+    assert Parallelism(4, pp=4, end_layers=(1, 2)).stage_layers(11) == 4
+    assert Parallelism(4, pp=4, end_layers=(1, 6)).stage_layers(11) == 6
+    assert Parallelism(4, pp=4).stage_layers(11) == 3
+    shards = Parallelism(16, tp=2, cp=2, ep=2, etp=2, pp=2)
+    assert (shards.optimizer_shards, shards.expert_optimizer_shards) == (4, 2)
+    assert divisors(36, 144) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -368,5 +382,7 @@ def test_nested_codes_take_their_eight_bits_in_the_learner_and_on_the_way():
     assert held[1] - held[0] == experts * 4 / 8
     assert served_bytes(model, nested) == served_bytes(model, plain)
     assert served_bytes(model, nested, published=True) - served_bytes(model, plain) == experts * 4 / 8
+    refits = [refit_bytes(model, Parallelism(1), one, 1, layerwise=False) for one in (plain, nested)]
+    assert refits[1] - refits[0] == experts * 2 * 4 / 8
     with pytest.raises(ValueError, match="takes no nested_in=w8a16"):
         rank_memory(model, Parallelism(1), Learner("int8", nested_in="w8a16"))
