@@ -57,6 +57,14 @@ def test_dequantized_is_the_derivative_of_what_ran(key):
         assert not torch.autograd.gradcheck(layer, x, fast_mode=True, raise_exception=False)
 
 
+def test_a_master_that_changes_between_forward_and_backward_is_noticed(fmt):
+    layer = make_linear(fmt)
+    out = layer(torch.randn(3, 256))
+    layer.aligned["weight"].changes.bump()
+    with pytest.raises(AssertionError, match="q_proj changed between forward and backward"):
+        out.sum().backward()
+
+
 def test_a_dropped_straight_through_estimator_is_noticed(fmt):
     layer, x = make_linear(fmt), torch.randn(7, 256)
     grad_out = torch.randn(7, 192)

@@ -9,7 +9,7 @@ from torch import distributed, multiprocessing
 from qarl_nemo.nemo_rl.entropy import entropy_of_logits, mean_entropy, next_token_mask
 from qarl_nemo.nemo_rl.loss import ENTROPY_KEY
 
-VOCABULARY, LENGTHS, PADDED = 8, (5, 8, 2), (8, 8, 8)
+VOCABULARY, LENGTHS, PADDED = 8, (5, 8, 4), (8, 8, 8)
 
 
 def make_batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -52,6 +52,12 @@ def test_it_is_that_of_the_response_tokens_in_each_layout():
         shifted = mean_entropy(rows, mask.roll(1, -1), None, None)
         assert float(shifted) != pytest.approx(expected(logits, data), rel=1e-2), "the token itself, not the next one"
     assert float(mean_entropy(logits, torch.zeros(3, 8, dtype=torch.bool), None, None)) == 0.0
+
+
+def test_logits_far_apart_have_an_entropy():
+    # e^200 is beyond FP32.
+    found = mean_entropy(torch.tensor([[[0.0, 200.0]]]), torch.ones(1, 1, dtype=torch.bool), None, None)
+    assert float(found) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_loss_is_handed_it_inside_the_block_alone():
