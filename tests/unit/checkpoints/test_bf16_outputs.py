@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from qarl_kernels import get_format
 from qarl_nemo.checkpoints import open_megatron, quantize_checkpoint
+from qarl_nemo.checkpoints.merge import Training
 from qarl_nemo.checkpoints.plan import plan_quantization
 from qarl_nemo.checkpoints.shard import save_shard
 from qarl_nemo.checkpoints.split_channels import channel_order
@@ -111,3 +112,11 @@ def test_split_halves_add_up_to_the_rounded_weight(dtype, make_source, tmp_path,
     assert torch.equal(torch.zeros(256, 256).index_add_(1, order, found[down].float()), whole.float())
     up = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(found[up], weights[up].bfloat16()[order])
+
+
+def test_what_an_adapter_adds_is_summed_in_fp32():
+    # 1 + 2^-9, times alpha / r; BF16 would lose the second product.
+    a, b = torch.tensor([[1.0], [2.0**-9]]).bfloat16(), torch.tensor([[1.0, 1.0]]).bfloat16()
+    training = Training(BF16, (), {"q_proj": (a, b)}, 2.0, {}, ())
+    assert training.change("q_proj").item() == 2 + 2.0**-8
+    assert training.change("k_proj") is None

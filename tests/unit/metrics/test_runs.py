@@ -129,6 +129,14 @@ def test_a_summary_counts_every_skip_and_the_error_tokens_of_the_end(tmp_path):
     assert summary["error_token_rate"] == pytest.approx(0.2)
 
 
+def test_the_scores_of_several_sets_stand_for_themselves_and_their_mean_is_left_out(tmp_path):
+    one = load_run(write_records(tmp_path / "one", [{"step": 1, "validation/reward": 0.5}]))
+    assert one.score_columns() == {"": "validation/reward"}
+    scores = {"validation/reward": 0.5, "validation/reward_a": 0.4, "validation/reward_b": 0.6}
+    several = load_run(write_records(tmp_path / "several", [{"step": 1} | scores]))
+    assert several.score_columns() == {"a": "validation/reward_a", "b": "validation/reward_b"}
+
+
 def test_a_summary_averages_the_gap_over_all_steps(tmp_path):
     records = [{"step": i, "mismatch/abs_gap_mean": gap} for i, gap in enumerate([0.1, 0.2, None, 0.6])]
     assert summarize_run(load_run(write_records(tmp_path, records)))["abs_gap_mean"] == pytest.approx(0.3)
