@@ -1,5 +1,7 @@
 """A reward function of one's own, by its import path."""
 
+import contextlib
+import hashlib
 import importlib
 import inspect
 import sys
@@ -24,6 +26,11 @@ class RewardFunction:
     Args:
         path: `module:function`; the module is found in the current folder or wherever Python finds modules.
 
+    Attributes:
+        path: `module:function`.
+        code_sha256: checksum of the source of its module, and of the one that the function comes from; None if neither
+            has a source.
+
     Raises:
         ValueError: the path is not of this form, the module cannot be imported, or has no such function.
     """
@@ -31,6 +38,8 @@ class RewardFunction:
     def __init__(self, path: str) -> None:
         self.path = path
         self._function = _load(path)
+        # Taken now, because the file may change while what was imported from it runs on.
+        self.code_sha256 = _code_sha256(path, self._function)
         self._verl = _verl_parameters(self._function)
         self._takes_record = _takes(self._function, 3) and not _has_own_option(self._function)
         if not self._verl and not self._takes_record and not _takes(self._function, 2):
@@ -112,6 +121,18 @@ def _load(path: str) -> Any:
     if not callable(found):
         raise ValueError(f"reward function {path} is {type(found).__name__}, which cannot be called")
     return found
+
+
+def _code_sha256(path: str, function: Any) -> str | None:
+    """Return the checksum of the modules that name and define a function, as far as they have a source."""
+    names = (path.partition(":")[0], getattr(function, "__module__", None))
+    modules = dict.fromkeys(sys.modules[name] for name in names if name in sys.modules)
+    sources = []
+    for module in modules:
+        # A builtin or compiled one has none.
+        with contextlib.suppress(OSError, TypeError):
+            sources.append(inspect.getsource(module))
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest() if sources else None
 
 
 def _functions(module: Any) -> str:

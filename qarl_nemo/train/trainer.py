@@ -27,6 +27,7 @@ from qarl_nemo.train.checkpoint import checkpoint_dir, read_state, save_checkpoi
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import num_gpus
 from qarl_nemo.train.held_data import hold_data
+from qarl_nemo.train.held_rewards import hold_rewards
 from qarl_nemo.train.preflight import Prepared, prepare
 from qarl_nemo.train.progress import LiveProgress
 from qarl_nemo.train.rollout_config import VllmRolloutConfig
@@ -66,6 +67,7 @@ class Trainer:
         self.encode, self.tokenizer = prepared.encode, prepared.encode.tokenizer
         self.step = self.saved_step = open_run_dir(config)
         hold_data(config.run_dir, self.source, self.encode, new=self.step is None)
+        hold_rewards(config.run_dir, self.source, self.step)
         show_banner(config, prepared, self.step)
         if config.policy.model_path and has_frozen_base(config.policy):
             hold_base(config.run_dir, config.policy.model_path, new=self.step is None)

@@ -1,6 +1,7 @@
 """A tiny run in every alignment and format writes its whole folder and shows the gap it should."""
 
 import json
+import sys
 from statistics import fmean
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from qarl_nemo.metrics.recorded import read_lines
 from qarl_nemo.metrics.validations import read_rewards, validation_files
+from support.files import write_jsonl
 from support.runs import QARL, STEPS, make_config, read_metrics, train
 
 CASES = [
@@ -140,3 +142,20 @@ def check_diagnostics(folder):
     assert examples
     assert {"prompt", "response", "answer", "reward", "advantage", "error_tokens"} <= set(examples[0])
     assert examples[0]["prompt"].endswith("=")
+
+
+def test_a_run_that_goes_on_with_another_reward_function_says_so(tmp_path, monkeypatch, capsys):
+    write_jsonl(tmp_path / "problems.jsonl", [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(8)])
+    monkeypatch.syspath_prepend(tmp_path)
+    one = {"data_path": str(tmp_path / "problems.jsonl"), "reward_function": "changing_rewards:score"}
+
+    def go_on(reward, steps):
+        (tmp_path / "changing_rewards.py").write_text(f"def score(response, answer): return {reward} * len(response)\n")
+        monkeypatch.delitem(sys.modules, "changing_rewards", raising=False)
+        data = {"_override_": True, "source": "datasets", "train": one}
+        train(tmp_path / "run", data=data, grpo={"max_num_steps": steps})
+        return "reward function changing_rewards:score changed since step 1 of this run" in capsys.readouterr().err
+
+    assert not go_on(1.0, 1)
+    assert go_on(-10.0, 2)
+    assert [record["reward/mean"] > 0 for record in read_metrics(tmp_path / "run")] == [True, False]
