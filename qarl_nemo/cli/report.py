@@ -12,10 +12,13 @@ from qarl_nemo.cli.program import command
 @command
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run directories, or log folders of NeMo-RL; several are compared.")
+        list[Path],
+        typer.Argument(
+            help="Run directories, folders of comparisons, or log folders of NeMo-RL; several are compared."
+        ),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="HTML file; default RUN/report.html, for several ./comparison.html.")
+        Path | None, typer.Option(help="HTML file; default FOLDER/report.html, for several ./comparison.html.")
     ] = None,
 ) -> None:
     """Draw a run, or several side by side, on one HTML page: reward, gap, ratios, error tokens, timings."""

@@ -11,6 +11,8 @@ from qarl_nemo.files import FileError, parse_json, read_json, require_file
 _LINES = "one JSON object a line"
 # What a run ran on: hardware and versions, in NeMo-RL also its command.
 FACTS_FILE = "run.json"
+# The config of a run of a comparison, by which it is started; other runs have none.
+ARM_FILE = "arm.yaml"
 # Beyond float32's range matplotlib's axes overflow.
 LARGEST = 1e39
 _Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]

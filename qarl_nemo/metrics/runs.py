@@ -14,7 +14,16 @@ from qarl_nemo.config import plain, read_yaml
 from qarl_nemo.metrics import nemo_rl_logs
 from qarl_nemo.metrics.diagnostics import StepDiagnostics, diagnostic_steps, read_diagnostics
 from qarl_nemo.metrics.events import METRICS_FILE
-from qarl_nemo.metrics.recorded import Module, NemoConfig, RunConfig, StepRecord, read_lines, read_rows, require_kind
+from qarl_nemo.metrics.recorded import (
+    ARM_FILE,
+    Module,
+    NemoConfig,
+    RunConfig,
+    StepRecord,
+    read_lines,
+    read_rows,
+    require_kind,
+)
 
 CONFIG_FILE = "config.yaml"
 QUANTIZED_FILE = "quantized.json"
@@ -84,12 +93,16 @@ class Run:
 def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """Read run directories, in the order given; runs of the same name go by their directory's.
 
+    Args:
+        run_dirs: run directories; the folder of a comparison stands for the runs in it.
+
     Raises:
         ValueError: directories that are not runs, all of them named with what was looked for; one is named more than
             once; or broken files.
     """
     if not run_dirs:
         raise ValueError("no run directories given")
+    run_dirs = [run for path in run_dirs for run in _compared_in(path) or [path]]
     _require_each_once(run_dirs)
     problems = [problem for problem in map(_why_not_a_run, run_dirs) if problem]
     if problems:
@@ -186,6 +199,13 @@ def _require_each_once(run_dirs: Sequence[Path]) -> None:
         raise ValueError(f"named more than once: {'; '.join(twice)}; name each run once")
 
 
+def _compared_in(path: Path) -> list[Path]:
+    """Return the runs in a comparison's folder; none of any other, in which runs need not belong together."""
+    if not path.is_dir() or _why_not_a_run(path) is None:
+        return []
+    return [child for child in _runs_in(path) if (child / ARM_FILE).is_file()]
+
+
 def _why_not_a_run(path: Path) -> str | None:
     if path.is_file():
         return f"{path}: is a file; name the folder of its run"
@@ -193,9 +213,13 @@ def _why_not_a_run(path: Path) -> str | None:
         return f"{path}: no such directory (looked for {CONFIG_FILE} or {METRICS_FILE} in it)"
     if any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE)) or nemo_rl_logs.is_nemo_rl_log(path):
         return None
-    inner = sorted(str(child) for child in path.iterdir() if child.is_dir() and _why_not_a_run(child) is None)
-    found = f"; these folders in it are runs: {', '.join(inner)}" if inner else ""
+    inner = _runs_in(path)
+    found = f"; these folders in it are runs: {', '.join(map(str, inner))}" if inner else ""
     return f"{path}: has neither {CONFIG_FILE} nor {METRICS_FILE}, nor NeMo-RL's tensorboard/{found}"
+
+
+def _runs_in(path: Path) -> list[Path]:
+    return sorted(child for child in path.iterdir() if child.is_dir() and _why_not_a_run(child) is None)
 
 
 def _describe_arm(config: dict[str, Any]) -> str:

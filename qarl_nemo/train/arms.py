@@ -17,6 +17,7 @@ from rich.console import Console
 from qarl_nemo.config import ConfigError, flatten, literal, merge_mappings, validate, write_yaml
 from qarl_nemo.config.kinds import dump_as_written, without_meaningless
 from qarl_nemo.files import FileError, make_folder
+from qarl_nemo.metrics.recorded import ARM_FILE
 from qarl_nemo.train.config import MAX_SEED, CompareConfig, LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE, GpuPool, own_share, visible_gpus
 from qarl_nemo.train.run_dir import RunStoppedError, RunToldError, is_complete, require_same_run, where_it_stands
@@ -308,7 +309,7 @@ def _run_all(runs: list[LocalConfig], parallel: int, running: list[_Running]) ->
 
 def _start(config: LocalConfig, gpus: list[str], share: float, began: float) -> subprocess.Popen[bytes]:
     make_folder(config.run_dir, "a run's folder")
-    path = config.run_dir / "arm.yaml"
+    path = config.run_dir / ARM_FILE
     write_yaml(path, literal(config.model_dump(mode="json", exclude={"compare"})))
     environment = os.environ | {"OMP_NUM_THREADS": str(config.num_threads or 1), STARTED: str(began)}
     if gpus:

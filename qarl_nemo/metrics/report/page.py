@@ -32,7 +32,8 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     A run that was killed, or has just begun, gives a page that says what is missing.
 
     Args:
-        run_dirs: run directories; those of one arm with different seeds are drawn as mean and range.
+        run_dirs: run directories, or folders of comparisons; those of one arm with different seeds are drawn as mean
+            and range.
         output: HTML file to write; its folder is created.
 
     Returns:

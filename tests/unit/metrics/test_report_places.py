@@ -22,6 +22,15 @@ def test_several_runs_get_a_page_of_their_own(make_run, tmp_path, monkeypatch, c
     assert "report: comparison.html" in capsys.readouterr().out
 
 
+def test_a_comparison_named_by_its_folder_gets_its_page_there(make_run, tmp_path, qarl):
+    for name in ("both/ours-seed1", "both/ours-seed2"):
+        make_run(name, num_steps=0, diagnostics=False)
+        (tmp_path / name / "arm.yaml").touch()
+    code, printed = qarl("report", tmp_path / "both")
+    assert code == 0, printed
+    assert "2 runs" in (tmp_path / "both" / "report.html").read_text()
+
+
 def test_a_report_replaces_reports_only(make_run, tmp_path):
     notes = tmp_path / "notes.html"
     notes.write_text("mine")

@@ -51,6 +51,20 @@ def test_everything_that_is_not_a_run_is_named_with_what_was_looked_for(tmp_path
         load_runs([])
 
 
+def test_the_folder_of_a_comparison_stands_for_its_runs(tmp_path, make_run):
+    for name in ("ours-seed2", "ours-seed1", "tried-by-hand"):
+        make_run(f"group/{name}", num_steps=1, diagnostics=False)
+    for name in ("ours-seed1", "ours-seed2"):
+        (tmp_path / "group" / name / "arm.yaml").touch()
+    (tmp_path / "group" / "report.html").touch()
+    make_run("alone", num_steps=1, diagnostics=False)
+    runs = load_runs([tmp_path / "alone", tmp_path / "group"])
+    assert [run.path.name for run in runs] == ["alone", "ours-seed1", "ours-seed2"]
+    with pytest.raises(ValueError, match="named more than once") as error:
+        load_runs([tmp_path / "group", tmp_path / "group" / "ours-seed2"])
+    assert "seed1" not in str(error.value)
+
+
 def test_one_run_is_not_drawn_as_two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [write_records(Path(name), [{"step": 1}]) for name in ("a", "b", "c")]
