@@ -99,6 +99,8 @@ def _compare(
     if check:
         check_runs(runs)
         return
+    # Starting a process only to say so takes seconds for each.
+    runs = [run for run in runs if not _has_nothing_left(run)]
     _require_gpu(runs)
     make_folder(settings.run_dir, "the folder of a comparison")
     try:
@@ -109,6 +111,24 @@ def _compare(
             _report_all(settings, source, [])
         raise
     _report_all(settings, source, ran)
+
+
+def _has_nothing_left(run: "LocalConfig") -> bool:
+    """Tell whether a run and its report are complete, and say so; what is wrong with one, its own process tells."""
+    from qarl_nemo.metrics.events import METRICS_FILE, recorded_steps
+    from qarl_nemo.train.checkpoint import leftovers
+    from qarl_nemo.train.run_dir import is_complete
+
+    metrics, report = run.run_dir / METRICS_FILE, run.run_dir / _REPORT
+    keep_last = run.checkpointing.keep_last if run.checkpointing.enabled else None
+    with contextlib.suppress(ValueError, OSError):
+        # A run that was made longer and killed at its end still has the report of the shorter one.
+        if is_complete(run) and report.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
+            if leftovers(run.run_dir, keep_last):
+                return False
+            typer.echo(f"{run.name}: already complete, {recorded_steps(metrics)} steps in {run.run_dir}")
+            return True
+    return False
 
 
 def _report_all(settings: "LocalConfig", source: Path, ran: Collection[Path]) -> None:

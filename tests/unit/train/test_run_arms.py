@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qarl_nemo.config import load_config, validate
+from qarl_nemo.config import literal, load_config, validate, write_yaml
 from qarl_nemo.train.arms import expand_arms, run_arms
 from qarl_nemo.train.config import LocalConfig
 from qarl_nemo.train.gpu_pool import SHARE
@@ -80,6 +80,38 @@ def test_arms_whose_names_hold_brackets_are_told_as_they_are(started, capsys):
     printed = capsys.readouterr().out
     assert "QaRL [w4a16]-seed1 started" in printed
     assert "QaRL [/mlp]-seed1 started" in printed
+
+
+@pytest.mark.parametrize("lacks", [None, "its report", "its last step", "a report of its last step"])
+def test_runs_that_are_complete_with_their_reports_are_said_to_be_and_not_started(qarl, lacks, tmp_path, monkeypatch):
+    base = {"run_dir": str(tmp_path), "policy": {"model_init": {}}, "loss_fn": {"objective": "tbpo"}}
+    steps = {"device": "cpu", "grpo": {"max_num_steps": 2}, "checkpointing": {"enabled": False}}
+    values = base | steps | {"compare": {"seeds": [1], "arms": {"a": {}, "b": {}}}}
+    write_yaml(tmp_path / "compare.yaml", literal(values))
+    for run in expand_arms(validate(values, LocalConfig, source="test"), "test"):
+        run.run_dir.mkdir()
+        write_yaml(run.run_dir / "config.yaml", literal(run.model_dump(mode="json", exclude={"compare"})))
+        (run.run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+        (run.run_dir / "report.html").touch()
+        os.utime(run.run_dir / "metrics.jsonl", (100, 100))
+    match lacks:
+        case "its report":
+            (tmp_path / "b-seed1" / "report.html").unlink()
+        case "its last step":
+            (tmp_path / "b-seed1" / "metrics.jsonl").write_text('{"step": 1}\n')
+            os.utime(tmp_path / "b-seed1" / "metrics.jsonl", (100, 100))
+        case "a report of its last step":
+            os.utime(tmp_path / "b-seed1" / "report.html", (50, 50))
+    begun, reported = [], []
+    monkeypatch.setattr("qarl_nemo.train.arms.run_arms", lambda runs, _: begun.extend(run.name for run in runs) or [])
+    monkeypatch.setattr("qarl_nemo.cli.train._write_report", lambda runs, _: reported.extend(run.name for run in runs))
+    code, said = qarl("train", tmp_path / "compare.yaml")
+    assert code == 0, said
+    assert begun == (["b-seed1"] if lacks else [])
+    assert f"a-seed1: already complete, 2 steps in {tmp_path / 'a-seed1'}\n" in said
+    assert ("b-seed1: already complete" in said) == (lacks is None)
+    # Of a run that lacks its last step this one is not told that it ran.
+    assert reported == (["a-seed1"] if lacks == "its last step" else ["a-seed1", "b-seed1"])
 
 
 def test_each_run_sees_its_own_gpu_and_its_part_of_the_share(started, monkeypatch):
