@@ -66,15 +66,15 @@ def test_a_format_without_groups_is_quantized_without_a_group_size(group_size, g
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A random model that speaks in digits, and data in GSM8K's fields."""
+    """A random model that speaks in digits, and data in GSM8K's fields; names of folders have blanks."""
     monkeypatch.chdir(tmp_path)
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}="
-    tokenizer.save_pretrained("model")
+    tokenizer.save_pretrained("my model")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen2Config(**sizes, num_key_value_heads=1, vocab_size=len(tokenizer), eos_token_id=2, pad_token_id=0)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    AutoModelForCausalLM.from_config(config).save_pretrained("my model")
     for name in ("train", "test"):
         lines = [{"question": CHARACTERS[n % 9] + "+1", "answer": f"one more\n#### {n % 9 + 1}"} for n in range(20)]
         write_jsonl(tmp_path / f"{name}.jsonl", lines)
@@ -82,7 +82,7 @@ def files(tmp_path, monkeypatch):
         "device=cpu rollout.engine=packed policy.precision=float32 rollout.max_new_tokens=4 grpo.max_num_steps=2 "
         "grpo.num_prompts_per_step=2 grpo.num_generations_per_prompt=2 grpo.train_global_batch_size=4"
     )
-    return f'MODEL, TRAIN, TEST, RUN, MORE = "model", "train.jsonl", "test.jsonl", "run", {more!r}'
+    return f'MODEL, TRAIN, TEST, RUN, MORE = "my model", "train.jsonl", "test.jsonl", "my run", {more!r}'
 
 
 @pytest.mark.slow
@@ -101,5 +101,5 @@ def test_every_cell_runs(files, capsys, monkeypatch):
         )
         assert done.returncode == 0, (words, done.stdout, done.stderr)
     assert "its answer" in capsys.readouterr().out
-    assert Path("run", "served", "config.json").is_file()
-    assert json.loads(Path("run", "eval.json").read_text())
+    assert Path("my run", "served", "config.json").is_file()
+    assert json.loads(Path("my run", "eval_step_000002.json").read_text())
