@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 
 class StrictModel(BaseModel):
@@ -60,6 +60,21 @@ def _with_home(path: Any) -> Any:
 
 InHome = AfterValidator(_with_home)
 """Marks a field, text or a path, that may begin with `~` for the home folder."""
+
+
+def not_null(instead: str) -> BeforeValidator:
+    """Mark a field that has no null, though NeMo-RL's of that name does.
+
+    Args:
+        instead: what the error says: what holds here, and what to set.
+    """
+
+    def refuse_null(value: Any) -> Any:
+        if value is None:
+            raise ValueError(instead)
+        return value
+
+    return BeforeValidator(refuse_null)
 
 
 def _booleans(value: Any) -> Iterator[bool]:

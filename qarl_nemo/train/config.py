@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from qarl_nemo.config import QarlConfig, StrictModel
-from qarl_nemo.config.strict import InHome
+from qarl_nemo.config.strict import InHome, not_null
 from qarl_nemo.data.config import DatasetsData
 from qarl_nemo.losses.config import LossConfig
 from qarl_nemo.muon import MOMENTUM
@@ -22,6 +22,7 @@ _MAX_RESPONSES = 1 << 20
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_SEED = 2**32 - 1
 _Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+_Chunk = Annotated[int, not_null("logits are always made in chunks here: set 1 or more positions, not null")]
 
 
 class ModelInit(StrictModel):
@@ -173,7 +174,7 @@ class PolicyConfig(StrictModel):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward, which runs its forward once more."""
-    logprob_chunk_size: int = Field(1024, ge=1, le=2**31 - 1, description="Positions whose logits exist at a time.")
+    logprob_chunk_size: _Chunk = Field(1024, ge=1, le=2**31 - 1, description="Positions whose logits exist at a time.")
     max_grad_norm: float = Field(1.0, gt=0, le=1e6)
     max_skipped_steps: int = Field(3, ge=1, le=1000, description="Non-finite steps in a row before the run stops.")
     optimizer: Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")] = AdamWConfig()

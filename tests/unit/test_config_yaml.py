@@ -299,6 +299,15 @@ def test_null_unsets_text_that_may_be_missing(write):
     assert load_config(write("name: x"), ["texts.one=1"], Whole).texts == {"one": "1"}
 
 
+def test_nemo_rls_null_for_no_chunks_is_answered_with_what_holds_here(write):
+    own = write("defaults: demo")
+    said = r"policy\.logprob_chunk_size: logits are always made in chunks here: set 1 or more positions, not null$"
+    with pytest.raises(ConfigError, match=said):
+        load_config(own, ["policy.logprob_chunk_size=null"], LocalConfig)
+    with pytest.raises(ConfigError, match=r"logprob_chunk_size: Input should be greater than or equal to 1 \(given 0"):
+        load_config(own, ["policy.logprob_chunk_size=0"], LocalConfig)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no config file .*nowhere.yaml"):
         load_config(tmp_path / "nowhere.yaml", [], Whole)
