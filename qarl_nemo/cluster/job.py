@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import ray
+from ray._private import services
+from ray._private.utils import get_ray_address_file
 
 from qarl_nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConfig, ClusterError
 from qarl_nemo.cluster.health import check
@@ -99,8 +101,8 @@ def connected(address: str | None, within_s: float) -> Iterator[str]:
         ConfigError: the address is no host and port.
         ClusterError: there is no cluster.
     """
-    _knock(address, min(within_s, ANSWERS_WITHIN_S))
     try:
+        _knock(address, min(within_s, ANSWERS_WITHIN_S))
         context = ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         where = address or os.environ.get("RAY_ADDRESS", "this machine")
@@ -113,12 +115,12 @@ def connected(address: str | None, within_s: float) -> Iterator[str]:
 
 def _knock(address: str | None, within_s: float) -> None:
     """Raise unless something listens at the head's address: Ray itself takes minutes to give up."""
-    where = address if address is not None else os.environ.get("RAY_ADDRESS", "")
+    where, source = (address, "") if address is not None else _found_by_ray()
     given = re.fullmatch(r"\[?([^\s/]+?)\]?:(\d{1,5})", where)
     if given is None or not 0 < int(given[2]) < 65536:
         if address is not None:
             raise ConfigError(f"--address {address}: expected host:port of Ray's head, such as 10.0.0.1:6379")
-        return  # Ray knows other forms of RAY_ADDRESS, and how to find this machine's cluster
+        return  # Ray knows other forms of RAY_ADDRESS
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -126,8 +128,20 @@ def _knock(address: str | None, within_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ClusterError(f"no Ray cluster at {where}: nothing answers there ({error})") from error
+                raise ClusterError(f"no Ray cluster at {where}: nothing answers there ({error}){source}") from error
         time.sleep(min(0.5, within_s))
+
+
+def _found_by_ray() -> tuple[str, str]:
+    """Return the address that Ray takes if it is given none, and what to say of the file where it stands."""
+    if os.environ.get("RAY_ADDRESS", "auto") not in ("", "auto"):
+        return os.environ["RAY_ADDRESS"], ""
+    # A head that runs here, or what the last `ray start` left behind, also if that head is long dead.
+    where = services.get_ray_address_from_environment("auto", None)
+    if where != services.find_bootstrap_address(None):
+        return where, ""
+    left = f"; that address is from {get_ray_address_file(None)}, which a Ray left that was started here before"
+    return where, f"{left}: start Ray again, or say where it runs with --address"
 
 
 def _passed_on() -> dict[str, str]:

@@ -40,6 +40,46 @@ def test_the_address_may_come_from_rays_variable(config, nobody, capfd, monkeypa
     assert f"ERROR: no Ray cluster at {nobody}: " in capfd.readouterr().err
 
 
+@pytest.fixture
+def left_by_ray(tmp_path, monkeypatch):
+    """The file in which a Ray on this machine names its head; no head runs."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    # Another test's head may run on this machine.
+    monkeypatch.setattr(job.services, "find_gcs_addresses", set)
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    return file
+
+
+@pytest.mark.parametrize("variable", [None, "", "auto"])
+def test_an_address_that_a_dead_ray_left_is_named_with_its_file(
+    variable, config, nobody, left_by_ray, capfd, monkeypatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    left_by_ray.write_text(f"{nobody}\n")
+    assert main(["check", config]) == 3
+    printed = capfd.readouterr().err
+    assert f"ERROR: no Ray cluster at {nobody}: nothing answers there (" in printed
+    assert f"that address is from {left_by_ray}, which a Ray left" in printed
+
+
+def test_rays_variable_comes_before_what_a_ray_left(config, nobody, left_by_ray, capfd, monkeypatch):
+    left_by_ray.write_text("10.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", nobody)
+    assert main(["check", config]) == 3
+    printed = capfd.readouterr().err
+    assert f"ERROR: no Ray cluster at {nobody}: " in printed
+    assert str(left_by_ray) not in printed
+
+
+def test_a_machine_without_any_ray_has_no_cluster(config, left_by_ray, capfd, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["check", config]) == 3
+    assert "ERROR: no Ray cluster at this machine: Could not find any running Ray instance" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize("address", ["nonsense", "", "a:", ":6379", "a:b", "a:0", "a:65536", "a b:1", "ray://a:1"])
 def test_what_is_no_address_is_refused(command, address, config, capfd):
