@@ -16,8 +16,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from qarl_nemo.installation import nemo_rl_python_problem
 from qarl_nemo.nemo_rl import upstream
 
+if {"-h", "--help"} & set(sys.argv):
+    upstream.launcher_arguments().parse_args(["--help"])
+# An older one ends in a traceback of Pydantic's.
+if problem := nemo_rl_python_problem():
+    sys.exit(f"{Path(sys.argv[0]).name}: {problem}")
 # Whatever is imported here may need a package that is not there.
 try:
     import nemo_rl
@@ -43,8 +49,6 @@ try:
     from qarl_nemo.nemo_rl.start_progress import StartProgress, start_key
     from qarl_nemo.nemo_rl.start_together import StartTogether
 except ImportError as error:
-    if {"-h", "--help"} & set(sys.argv):
-        upstream.launcher_arguments().parse_args(["--help"])
     sys.exit(f"{Path(sys.argv[0]).name}: {upstream.not_importable(error)}")
 
 _ROOT = Path(nemo_rl.__file__).parents[1]

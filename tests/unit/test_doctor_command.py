@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qarl_nemo import installation
 from qarl_nemo.measure import doctor
 
 
@@ -21,6 +22,17 @@ def test_a_megatron_learner_needs_a_gpu_beside_its_package(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus)
         (found,) = (finding for finding in doctor._engines() if finding.capability == "Megatron learner")
         assert (found.usable, found.reason) == (usable, reason)
+
+
+@pytest.mark.parametrize("newest", [(3, 0), (99, 0)])
+def test_nemo_rl_needs_a_python_that_can_read_its_configs(newest, tmp_path, monkeypatch):
+    (tmp_path / "nemo_rl").mkdir()
+    (tmp_path / "nemo_rl" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(installation, "NEMO_RL_PYTHON", newest)
+    found = doctor._nemo_rl()
+    assert found.usable == (newest == (3, 0))
+    assert found.reason.startswith("nemo_rl found" if found.usable else "NeMo-RL needs Python 99.0 or newer, this is 3")
 
 
 @pytest.mark.parametrize(

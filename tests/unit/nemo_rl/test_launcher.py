@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[3]
 
 # The little of NeMo-RL that the launcher reads a config with.
 STAND_IN = {
+    # Unlike NeMo-RL itself it runs on any Python of ours.
+    "sitecustomize.py": "from qarl_nemo import installation\ninstallation.NEMO_RL_PYTHON = (3, 11)",
     "nemo_rl/__init__.py": "",
     "nemo_rl/package_info.py": "__version__ = '0'",
     "nemo_rl/utils/__init__.py": "",
@@ -41,6 +43,16 @@ def test_its_help_needs_no_nemo_rl(tmp_path):
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--check" in done.stdout
+
+
+def test_a_python_that_is_too_old_for_nemo_rl_is_named_in_one_line(tmp_path):
+    newer = STAND_IN["sitecustomize.py"].replace("(3, 11)", "(99, 0)")
+    # What Pydantic raises there is no ImportError.
+    files = STAND_IN | {"sitecustomize.py": newer, "nemo_rl/__init__.py": "raise TypeError"}
+    done = check(tmp_path, files | {"config.yaml": "defaults: config.yaml"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("run_qarl_grpo.py: NeMo-RL needs Python 99.0 or newer, this is 3.")
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 NEEDS = ["nemo_rl/__init__.py", "nemo_rl/utils/config.py", "examples/run_grpo.py", "pynvml.py"]
