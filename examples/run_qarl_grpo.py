@@ -9,8 +9,9 @@ reward functions, and `setup`, which gets our policy workers, our refit and our 
 """
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -59,6 +60,8 @@ _REPLACED = (
     "; a list does not merge with a block of settings: write it in a recipe that builds on this one, with `_override_: "
     "true` in the top-level block (such as `data:`), which is then repeated whole"
 )
+# A comma within these is no list without brackets.
+_ENCLOSED = re.compile(r"\[[^\[\]]*\]|\{[^{}]*\}|\([^()]*\)|'[^']*'|\"[^\"]*\"")
 # What NeMo-RL says of an override that it cannot apply -> what to do.
 _FIXES = {
     "Could not override": "; ++KEY=VALUE sets a key that the config does not have yet",
@@ -96,10 +99,22 @@ def _run_launcher(launcher: Any) -> None:
     try:
         launcher.main()
     except OverridesError as error:
-        fix = next((words for said, words in _FIXES.items() if said in str(error)), "")
+        fix = _list_fix(sys.argv[1:]) or next((words for said, words in _FIXES.items() if said in str(error)), "")
         sys.exit(f"{Path(sys.argv[0]).name}: {error}{fix}")
     except (ConfigError, FileError, OmegaConfBaseException) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
+def _list_fix(arguments: Sequence[str]) -> str:
+    """Say how overrides are written whose value is a list without brackets, which Hydra takes for values to try."""
+    lists = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        rest, enclosed = value, 1
+        while enclosed:
+            rest, enclosed = _ENCLOSED.subn("", rest)
+        lists += [f"'{key}=[{value}]'"] if "," in rest else []
+    return f"; a list needs brackets: set {' '.join(lists)}" if lists else ""
 
 
 def _parse_arguments() -> bool:

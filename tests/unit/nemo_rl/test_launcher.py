@@ -27,13 +27,20 @@ STAND_IN = {
 }
 
 
-def check(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def check(folder: Path, files: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
     """Lay these files out and let the launcher check config.yaml among them."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     env = {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT}/kernels", "PATH": ""}
-    command = [sys.executable, str(ROOT / "examples" / "run_qarl_grpo.py"), "--config", "config.yaml", "--check"]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "run_qarl_grpo.py"),
+        "--config",
+        "config.yaml",
+        "--check",
+        *overrides,
+    ]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=folder)
 
 
@@ -105,6 +112,25 @@ def test_a_config_that_cannot_be_read_is_no_traceback(tmp_path, written, said):
     done = check(tmp_path, STAND_IN | {"config.yaml": written})
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("qarl.targets=experts,attention", "; a list needs brackets: set 'qarl.targets=[experts,attention]'\n"),
+        ("++a.b=[c,d],e", "; a list needs brackets: set '++a.b=[[c,d],e]'\n"),
+        ("data.train=[{a: (b, [c, d]), e: 'f,g'}]", "; a list does not merge with a block of settings"),
+    ],
+)
+def test_an_override_that_lacks_brackets_is_written_out_with_them(tmp_path, override, said):
+    launcher = STAND_IN["examples/run_grpo.py"].rpartition("def main")[0]
+    launcher += "def main():\n    from nemo_rl.utils.config import OverridesError\n"
+    launcher += "    raise OverridesError('Error merging override')"
+    done = check(
+        tmp_path, STAND_IN | {"config.yaml": "defaults: config.yaml", "examples/run_grpo.py": launcher}, override
+    )
+    assert done.returncode == 1
+    assert f"run_qarl_grpo.py: Error merging override{said}" in done.stderr
 
 
 # What NeMo-RL's launcher and its loops call, in their order.
