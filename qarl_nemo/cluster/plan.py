@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from qarl_nemo.cluster.config import EXIT_NODE_LOST, EXIT_UNHEALTHY, ClusterConfig
-from qarl_nemo.cluster.secrets import caller_values
+from qarl_nemo.cluster.secrets import caller_values, not_set
 from qarl_nemo.config import ConfigError
 
 CLI = ("-m", "qarl_nemo.cluster")
@@ -63,8 +63,10 @@ class Plan:
             lines += ["", f"# {step.title}", shlex.join(step.command) + (" <<'STDIN'" if step.stdin else "")]
             if step.stdin:
                 lines += [step.stdin.rstrip("\n"), "STDIN"]
-            if step.sent or step.inherited:
-                lines.append(f"# ... with values of this shell: {', '.join(step.sent or step.inherited)}")
+            if names := step.sent or step.inherited:
+                lines.append(f"# ... with values of this shell: {', '.join(names)}")
+                if missing := not_set(names):
+                    lines.append(f"# ... not set in this shell, so that a launch is refused: {', '.join(missing)}")
         return "\n".join(lines) + "\n"
 
     def execute(self) -> int:

@@ -26,14 +26,18 @@ def plain_secrets(env: Iterable[str], texts: Mapping[str, str]) -> list[str]:
     ]
 
 
+def not_set(names: Iterable[str]) -> list[str]:
+    """Return those variables that the launching shell does not have."""
+    return [name for name in names if name not in os.environ]
+
+
 def caller_values(names: Iterable[str]) -> dict[str, str]:
     """Take variables from the environment of the launching shell.
 
     Raises:
         ConfigError: variables are not set; all are named.
     """
-    missing = [name for name in names if name not in os.environ]
-    if missing:
+    if missing := not_set(names):
         raise ConfigError(
             f"env_from.caller: {', '.join(missing)} not set in this shell; export them and launch again, or remove them"
         )

@@ -107,6 +107,7 @@ def test_slurm_hands_the_callers_environment_on(monkeypatch):
     assert f"--container-env={NAME}" in shown
     assert f"# ... with values of this shell: {NAME}" in shown
     assert VALUE not in shown
+    assert "a launch is refused" not in shown
     with pytest.raises(ConfigError, match=r"--export=NONE, without which"):
         example("slurm", f"env_from.caller=[{NAME}]", "launcher.sbatch_args=['--export=NONE']")
 
@@ -114,6 +115,8 @@ def test_slurm_hands_the_callers_environment_on(monkeypatch):
 def test_a_variable_that_is_not_set_is_named_before_anything_starts(monkeypatch, tmp_path):
     monkeypatch.delenv(NAME, raising=False)
     config = one_machine(tmp_path, env_from={"caller": [NAME, "OTHER_TOKEN"]})
+    shown = plan(config).show()
+    assert f"# ... not set in this shell, so that a launch is refused: {NAME}, OTHER_TOKEN\n" in shown
     with pytest.raises(ConfigError, match=rf"{NAME}, OTHER_TOKEN not set in this shell"):
         plan(config).execute()
 
