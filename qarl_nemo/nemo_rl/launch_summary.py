@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qarl_nemo.architecture import MEGATRON_FAMILIES
 from qarl_nemo.memory import GIB, OVERHEAD_BYTES
 from qarl_nemo.nemo_rl.layout import Layout, read_layout
 from qarl_nemo.nemo_rl.layout_memory import Needed, card, needed_memory
@@ -19,7 +20,7 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
         config: the whole NeMo-RL config, as nested dictionaries, without conflicts.
         qarl: its checked `NemoQarlConfig`.
         arguments: the command line's words, the launcher first.
-        unchecked: why the model's shapes and memory were not checked; None if they were.
+        unchecked: why the model's type, shapes and memory were not checked; None if they were.
     """
     layout = read_layout(config)
     lines = [
@@ -31,7 +32,8 @@ def launch_summary(config: Mapping[str, Any], qarl: Any, arguments: Sequence[str
     if unchecked is None:
         lines.append(f"memory   {_memory(config, qarl)}")
     else:
-        lines.append(f"shapes and memory not checked: {unchecked}")
+        types = ", ".join(MEGATRON_FAMILIES)
+        lines.append(f"model type (one of {types}), shapes and memory not checked: {unchecked}")
     lines.append(f"logs     {look_up(config, 'logger.log_dir', '?')}; checkpoints {_checkpoints(config)}")
     where = ", on the head of a Ray cluster" if layout is not None and layout.nodes + layout.reward_nodes > 1 else ""
     words = ["python", *words_without_secrets(arguments)]

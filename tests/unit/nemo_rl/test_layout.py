@@ -342,10 +342,10 @@ def test_without_the_models_config_shapes_are_said_to_be_unchecked(monkeypatch, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     name = "nobody/nothing-of-this-name"
     unchecked = fetch_model_config(name)
-    assert unchecked is not None
     values = launch(**{"policy.model_name": name})
     text = launch_summary(values, apply_qarl(values), ["run"], unchecked)
-    assert f"shapes and memory not checked: {name}: its config.json is not on this machine" in text
+    assert "model type (one of qwen3_moe, " in text
+    assert f"), shapes and memory not checked: {name}: its config.json is not on this machine" in text
 
 
 def test_a_folder_without_a_models_config_is_refused(tmp_path):
