@@ -21,6 +21,7 @@ from qarl_nemo.nemo_rl.layout import MEGATRON, divided_counts, read_layout
 from qarl_nemo.nemo_rl.lookup import look_up
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TOKENIZER = "policy.tokenizer.name"
 _OVERRIDES = "policy.hf_config_overrides"
 # What NeMo-RL and Bridge set for these models if a config does not.
 _DEFAULTS = {
@@ -94,6 +95,23 @@ def fetch_model_config(name: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"{name}: its config.json is not on this machine, and the hub did not give it: {_first_line(error)}"
     return None
+
+
+def tokenizer_conflicts(config: Mapping[str, Any]) -> list[str]:
+    """Say that `policy.tokenizer.name` is the path of no folder.
+
+    Args:
+        config: the whole NeMo-RL config, as nested dictionaries.
+    """
+    name = look_up(config, _TOKENIZER, None)
+    # A hub's tokenizer, unlike its model, may have a name without an owner; a reference is the launcher's to resolve.
+    if not isinstance(name, str) or "${" in name or Path(name).is_dir():
+        return []
+    if _HUB_NAME.fullmatch(name if "/" in name else f"owner/{name}"):
+        return []
+    return [
+        f"{_TOKENIZER}={name}: no such folder, nor a name on the Hugging Face hub (owner/model); set one of the two"
+    ]
 
 
 def read_model(config: Mapping[str, Any]) -> Architecture | None:

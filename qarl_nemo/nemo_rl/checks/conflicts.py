@@ -31,7 +31,7 @@ from qarl_nemo.nemo_rl.checks.rewards import reward_conflicts
 from qarl_nemo.nemo_rl.checks.sequence_lengths import length_conflicts
 from qarl_nemo.nemo_rl.checks.validation import stop_metric_conflicts, validation_batch_conflicts
 from qarl_nemo.nemo_rl.lookup import ABSENT, look_up
-from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts
+from qarl_nemo.nemo_rl.model_shapes import read_model, shape_conflicts, tokenizer_conflicts
 from qarl_nemo.nemo_rl.optimizer_dtypes import OPTIMIZER, dtype_conflicts
 from qarl_nemo.refit.engine_settings import kernel_choices
 
@@ -149,6 +149,7 @@ def find_conflicts(config: Mapping[str, Any], qarl: Any) -> list[str]:
         *resume_conflicts(config),
         *save_time_conflicts(config),
         *folder_conflicts(config),
+        *tokenizer_conflicts(config),
         *unknown,
         *([] if unknown else length_conflicts(config)),
         *([] if unknown else attention_conflicts(config, qarl)),

@@ -5,6 +5,7 @@ from test_nemo_rl_config import config, problems
 
 from qarl_nemo.nemo_rl.checks import folders
 from qarl_nemo.nemo_rl.checks.folders import folder_conflicts, folder_hints
+from qarl_nemo.nemo_rl.model_shapes import tokenizer_conflicts
 
 LOGS, CHECKPOINTS = "logger.log_dir", "checkpointing.checkpoint_dir"
 
@@ -56,3 +57,11 @@ def test_without_a_gpu_a_mount_may_be_elsewhere(monkeypatch, tmp_path):
 def test_a_run_takes_a_step_and_reads_a_token(key):
     for value, said in ((0, "set 1 or more"), (-1, "set 1 or more"), (1.5, "not a whole number; set 1 or more")):
         assert f"{key}={value}: {said}" in problems(config(**{key: value}))
+
+
+def test_a_tokenizer_is_a_folder_or_a_name_on_the_hub(tmp_path):
+    for name in ("/nonexistent/tok", str(tmp_path / "none"), "a/b/c"):
+        (line,) = problems(config(**{"policy.tokenizer": {"name": name}}))
+        assert line.startswith(f"policy.tokenizer.name={name}: no such folder, nor a name on the Hugging Face hub")
+    for name in (str(tmp_path), "Qwen/Qwen3-8B", "gpt2", "${policy.model_name}", None):
+        assert tokenizer_conflicts({"policy": {"tokenizer": {"name": name}}}) == []
