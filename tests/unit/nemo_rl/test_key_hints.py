@@ -66,6 +66,7 @@ TYPES = {"": Master, "policy.generation": VllmConfig}
         ("policy.megatron_cfg.expert_parallel_size", "expert_model_parallel_size"),
         ("grpo.num_prompt_per_step", "num_prompts_per_step"),
         ("polcy", "policy"),
+        ("policy.megatron_cfg.ep", "expert_model_parallel_size"),
     ],
 )
 def test_a_misspelt_key_names_the_one_that_was_meant(misspelt, meant):
@@ -76,6 +77,13 @@ def test_a_misspelt_key_names_the_one_that_was_meant(misspelt, meant):
     (line,) = key_hints(config, TYPES)
     assert line.startswith(f"{misspelt}: no key that NeMo-RL's config has")
     assert line.endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize("key", ["foo", "grpo.learning_rate"])
+def test_a_key_that_a_complete_block_lacks_is_named_without_another(key):
+    block, _, last = key.rpartition(".")
+    (line,) = key_hints({block: {last: 1}} if block else {last: {"bar": 1}}, TYPES)
+    assert line == f"{key}: NeMo-RL has no such key, and probably ignores it; remove it"
 
 
 def test_other_keys_get_no_hint():
