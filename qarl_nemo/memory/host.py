@@ -85,8 +85,8 @@ def host_memory(
     """
     experts, dense = rank_parameters(model, ranks)
     buffers = [BF16 * count for count in (experts, dense) if count]
-    # It leaves in blocks that waste next to nothing. On the host from the start it is FP32, Adam's or SGD's, without
-    # gradients.
+    # It leaves in blocks that waste next to nothing. On the host from the start it is FP32, without gradients: Adam's,
+    # or SGD's, which has one momentum as Muon has.
     offloaded = learner.optimizer == "offloaded"
     state = replace(learner, optimizer="adam" if learner.leaves_to_adam else "muon") if offloaded else learner
     optimizer = rank_memory(model, ranks, state).parts["optimizer"]
